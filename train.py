@@ -665,6 +665,20 @@ def parallelise(model: nn.Module, recipe: Recipe, world: World) -> nn.Module:
                                    static_graph=recipe.static_graph)
 
 
+def build_hooks(settings: dict[str, dict], **defaults: Any) -> dict[str, Any]:
+    """The recipe's hooks by name; defaults fill constructor arguments that the recipe leaves at None."""
+    named = {}
+    for name, component in settings.items():
+        target = component.get("target") or getattr(hooks, component.get("type", name))
+        keywords = {key: value for key, value in component.items() if key not in ("type", "target")}
+        parameters = inspect.signature(locate(target) if isinstance(target, str) else target).parameters
+        for key, value in defaults.items():
+            if key in parameters and parameters[key].default is None and keywords.get(key) is None:
+                keywords[key] = value
+        named[name] = (locate(target) if isinstance(target, str) else target)(**keywords)
+    return named
+
+
 # ---- Checkpoints --------------------------------------------------------------------------------------------------
 
 
@@ -860,6 +874,8 @@ class Trainer:
         self.wrapped = parallelise(self.model, recipe, world)
         self.is_ddp = isinstance(self.wrapped, DistributedDataParallel)
         self.is_fsdp = isinstance(self.wrapped, FSDPModule)
+        # FSDP gathers weights inside forward and backward: what of them is waiting cannot be told from the host.
+        self.opaque = {"sync": True, "args": {"opaque": "fsdp"}} if self.is_fsdp else {}
         self.optimizer = state.optimizer = build_optimizer(recipe.optimizer, self.model)
         for group in self.optimizer.param_groups:
             group["full_lr"] = group["lr"]
@@ -968,11 +984,11 @@ class Trainer:
                 state.batch = to_device(batch, world.device)
             self.call_hooks("before_step")
             # Forward. Under DDP it begins with the broadcast of buffers: a span of its own.
-            with log_trace_span(self.forward_name()), self.autocast():
+            with log_trace_span(self.forward_name(), **self.opaque), self.autocast():
                 state.outputs = self.forward(state.batch)
             # Backward. The last micro-batch's meets the other ranks; the others keep their gradients.
             meets = is_last and self.is_ddp and self.tracing.enabled
-            with self.gradient_sync(is_last), log_trace_span("backward", sync=meets, **self.opaque) as span:
+            with self.gradient_sync(is_last), log_trace_span("backward", **self.opaque or {"sync": meets}) as span:
                 loss = self.scaler.scale(state.outputs["loss"] / len(window))
                 events = self.ready_mark.watch(loss, span) if meets else []
                 loss.backward()
