@@ -1522,6 +1522,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, world: World, run_dir: Path, attempt: int) -> None:
         self.recipe, self.world, self.run_dir, self.attempt = recipe, world, run_dir, attempt
         self.tracing = recipe.structured_logging
+        self.wandb_id = secrets.token_hex(4)  # kept in checkpoints: a resumed run goes on in the same W&B run
         self.batches_done = 0  # micro-batches of this epoch that are in the weights
         self.evaluated_at = -1  # step of the last evaluation
         self.call_model: Callable | None = None  # known when the first batch is there
@@ -1564,6 +1565,9 @@ class Trainer:
         recipe, world, state = self.recipe, self.world, self.state
         with log_trace_span("process_group", sync=True):
             join_process_group(world, recipe)
+        hosts = world.gather(world.host, "launch_files")
+        if world.rank == 0:
+            write_launch_files(recipe, self.run_dir, self.attempt, hosts)
         seed_everything(recipe.seed)  # the same weights on every rank
         self.model = state.model = build(recipe.model).to(world.device)
         self.train_loader = build_loader(recipe, recipe.train_data, world, training=True)
@@ -1655,7 +1659,7 @@ class Trainer:
         if recipe.eval_every is None:
             self.evaluate()
         means = self.metrics.end_epoch(state.step, state.epoch)
-        logger.info("epoch %d done | %s", state.epoch, " ".join(f"{key} {value:.4f}" for key, value in means.items()))
+        logger.info("epoch %d | %s", state.epoch, " ".join(f"{key} {value:.4f}" for key, value in means.items()))
         self.call_hooks("after_epoch")
         state.epoch, self.batches_done = state.epoch + 1, 0
 
