@@ -8,8 +8,8 @@ In somebody else's loop, five lines:
     state = SimpleNamespace(model=model, optimizer=optimizer, step=step, clip_norm=1.0)
     numbers = hooks.call("after_backward", state)      # {"grad_norm/total": 0.71, ...}, {} on most steps
 
-An own hook is any object with some of these methods. Each takes the loop's state and returns None or a flat dict
-of key -> number; 0-dim tensors are welcome and go to the host in one copy for the whole event:
+An own hook is any object with some of these methods. Each takes the loop's state and returns None or a flat
+dict of key -> number; 0-dim tensors are welcome: they go to the host in one copy for the whole event.
 
     before_train                 once
       before_epoch
@@ -21,10 +21,10 @@ of key -> number; 0-dim tensors are welcome and go to the host in one copy for t
     after_train                  always; when state.error is set, without collectives
 
 state is any object with the attributes that a hook reads: model (unwrapped), optimizer, step (from 1), max_steps,
-epoch (from 0), batch, outputs, metrics, lr, data_s, num_samples, num_tokens, clip_norm, grad_scale, step_skipped,
-run_dir, run, rank, local_rank, world_size, device, error, and paused_s: seconds of evaluation and saving so far.
+epoch (from 0), batch, outputs, metrics, lr, data_s, num_samples, num_tokens, clip_norm, grad_scale, run_dir, run,
+step_skipped, rank, local_rank, world_size, device, error, paused_s (seconds of evaluation and saving so far).
 
-It never changes the model, the gradients or the loop, prints nothing and writes no metrics: the loop does.
+Nothing here changes the model, the gradients or the loop, prints, or writes metrics: the loop does.
 """
 
 from __future__ import annotations
@@ -32,14 +32,23 @@ from __future__ import annotations
 import contextlib
 import difflib
 import gc
+import gzip
 import inspect
+import json
 import logging
+import math
 import numbers
 import os
+import re
+import threading
 import time
+import zlib
+from pathlib import Path
 from typing import Any, Callable, Mapping
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 logger = logging.getLogger("rankscope.hooks")
 
@@ -51,7 +60,7 @@ EVENTS = ("before_train", "before_epoch", "before_step", "after_backward", "afte
 
 
 class HookError(RuntimeError):
-    """A hook failed; the message names the hook, the event and the step, the cause is the hook's own exception."""
+    """A hook failed: the message names hook, event and step; the cause is the hook's own exception."""
 
 
 class HookDispatcher:
@@ -63,7 +72,7 @@ class HookDispatcher:
 
     def __init__(self, hooks: Mapping[str, Any], span: Callable | None = None):
         self._span = span
-        self._owners: dict[str, str] = {}  # metric key -> the hook that returned it, to notice two with the same
+        self._owners: dict[str, str] = {}  # metric key -> the hook that returned it, to notice two with one key
         self._calls: dict[str, list] = {event: [] for event in EVENTS}
         for name, hook in hooks.items():
             _check_methods(name, hook)
@@ -72,13 +81,13 @@ class HookDispatcher:
                     self._calls[event].append((name, getattr(hook, event)))
 
     def call(self, event: str, state: Any) -> dict[str, float]:
-        """Call every hook that has this event; returns its numbers as floats, after at most one device sync."""
+        """Call every hook that has this event; returns its numbers as floats: at most one device sync."""
         return to_floats(self.collect(event, state))
 
     def collect(self, event: str, state: Any) -> dict[str, Any]:
         """Like call, but leaves 0-dim tensors where they are: no device sync, for loops that copy later."""
         if event not in self._calls:
-            raise ValueError(f"no event {event!r}{_nearest(event, EVENTS)}; the events are {', '.join(EVENTS)}")
+            raise ValueError(f"no event {event!r}{_nearest(event, EVENTS)}; there are {', '.join(EVENTS)}")
         found: dict[str, Any] = {}
         failed = None
         for name, method in self._calls[event]:
@@ -91,7 +100,7 @@ class HookDispatcher:
                 text = f"hook {name!r} failed in {event} at step {step}: {type(error).__name__}: {error}"
                 if event != "after_train":
                     raise HookError(text) from error
-                # The end is everybody's chance to clean up: the others still get theirs, then the first is raised.
+                # The end is everybody's chance to clean up: the others still get theirs.
                 failed = failed or (HookError(text), error)
         if failed:
             raise failed[0] from failed[1]
@@ -105,9 +114,10 @@ class HookDispatcher:
             raise TypeError(f"it returned {type(returned).__name__}; wanted None or a dict of key -> number")
         for key, value in returned.items():
             is_tensor = isinstance(value, torch.Tensor)
-            if not isinstance(key, str) or not (value.numel() == 1 if is_tensor else isinstance(value, numbers.Real)):
+            is_number = value.numel() == 1 if is_tensor else isinstance(value, numbers.Real)
+            if not (is_number and isinstance(key, str)):
                 got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
-                raise TypeError(f"it returned {got} for {key!r}; wanted text -> a number or a one-element tensor")
+                raise TypeError(f"it returned {got} for {key!r}; wanted text -> number or one-element tensor")
             owner = self._owners.setdefault(key, name)
             if owner != name:
                 self._owners[key] = name
@@ -117,36 +127,36 @@ class HookDispatcher:
 
 
 def _check_methods(name: str, hook: Any) -> None:
-    """Refuse what is no hook: a class, an object without events, a method that is nearly one, a wrong signature."""
+    """Refuse what is no hook: a class, no events at all, a method that is nearly one, a wrong signature."""
     if isinstance(hook, type):
         raise ValueError(f"hook {name!r} is the class {hook.__name__}; wanted an object: {hook.__name__}(...)")
+    who = f"hook {name!r} ({type(hook).__name__})"
     methods = [m for m in dir(hook) if not m.startswith("_") and callable(inspect.getattr_static(hook, m))]
     for method in methods:
         near = method.startswith(("before_", "after_")) or difflib.get_close_matches(method, EVENTS, 1, 0.8)
         if method not in EVENTS and near:
-            raise ValueError(f"hook {name!r} ({type(hook).__name__}) has a method {method!r}, which is no event"
-                             f"{_nearest(method, EVENTS)}; the events are {', '.join(EVENTS)}."
-                             f" If it is none of them, begin its name with an underscore")
+            raise ValueError(f"{who} has a method {method!r}, which is no event{_nearest(method, EVENTS)}; the events"
+                             f" are {', '.join(EVENTS)}. If it is none of them, begin its name with _")
     mine = [event for event in EVENTS if hasattr(hook, event)]
     if not mine:
-        raise ValueError(f"hook {name!r} ({type(hook).__name__}) has none of the events {', '.join(EVENTS)}")
+        raise ValueError(f"{who} has none of the events {', '.join(EVENTS)}")
     for event in mine:
         try:
             inspect.signature(getattr(hook, event)).bind(None)
         except TypeError:
-            raise ValueError(f"hook {name!r} ({type(hook).__name__}): {event} must take one argument,"
-                             f" the state") from None
+            raise ValueError(f"{who}: {event} must take one argument, the state") from None
 
 
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers and one-element tensors -> floats, with one copy to the host (one a device, where there are several)."""
-    result = {key: value for key, value in values.items()}  # keeps the order
+    """Numbers and one-element tensors -> floats, with one copy to the host for each device that holds some."""
+    result = dict(values)  # keeps the order
     by_device: dict[torch.device, dict[torch.dtype, list]] = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor):
             value = value.detach()
             value = value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor: a collective
-            by_device.setdefault(value.device, {}).setdefault(value.dtype, []).append((key, value.reshape(())))
+            same = by_device.setdefault(value.device, {}).setdefault(value.dtype, [])
+            same.append((key, value.reshape(())))
         else:
             result[key] = float(value)
     for device, by_dtype in by_device.items():
@@ -168,8 +178,8 @@ def _check_period(hook: Any, log_frequency: int | None, default: int = 10) -> in
     if log_frequency is None:
         return default
     if isinstance(log_frequency, bool) or not isinstance(log_frequency, int) or log_frequency < 1:
-        raise ValueError(f"{type(hook).__name__}: log_frequency is {log_frequency!r}; wanted a whole number of steps,"
-                         f" 1 or more (to switch the hook off, leave it out)")
+        raise ValueError(f"{type(hook).__name__}: log_frequency is {log_frequency!r}; wanted a whole number of"
+                         f" steps, 1 or more (to switch the hook off, leave it out)")
     return log_frequency
 
 
@@ -179,8 +189,8 @@ def _check_period(hook: Any, log_frequency: int | None, default: int = 10) -> in
 class StepClock:
     """Wall-clock seconds of optimizer steps, without evaluation and saving.
 
-    It reads the host's clock only, never the device's: kernels run later than the calls that start them, so one step's
-    time says little on a GPU, while the mean over the steps between two log lines is right.
+    It reads the host's clock only. On a GPU kernels run later than the calls that start them, so one step's time
+    says little there, while the mean over the steps between two log lines is right.
     """
 
     def __init__(self):
@@ -193,7 +203,7 @@ class StepClock:
         self.window_samples, self.window_tokens = 0, 0
 
     def pause_ended(self, state: Any) -> None:
-        """Call when training goes on after something that is no step, for loops that do not count paused_s."""
+        """Call when training goes on after what is no step, for loops that do not count paused_s."""
         if self._last is None or getattr(state, "paused_s", None) is None:
             self._last = self._now(state)
 
@@ -209,7 +219,7 @@ class StepClock:
         self._last = now
 
     def read(self) -> dict[str, float]:
-        """Means over the steps since the last read, and `mean_` ones since the start; {} when there was no step."""
+        """Means over the steps since the last read, `mean_` ones since the start; {} if there was no step."""
         if not self.window_steps:
             return {}
         self.total_s += self.window_s
@@ -218,8 +228,10 @@ class StepClock:
         seconds = max(self.window_s, 1e-9)  # two readings of a coarse clock can be equal
         found = {
             "batch_s": self.window_s / self.window_steps, "mean_batch_s": self.total_s / self.total_steps,
-            "data_s": self.window_data_s / self.window_steps, "mean_data_s": self.total_data_s / self.total_steps,
-            "steps_per_s": self.window_steps / seconds, "samples_per_s": self.window_samples / seconds,
+            "data_s": self.window_data_s / self.window_steps,
+            "mean_data_s": self.total_data_s / self.total_steps,
+            "steps_per_s": self.window_steps / seconds,
+            "samples_per_s": self.window_samples / seconds,
             "tokens_per_s": self.window_tokens / seconds,
         }
         self._reset_window()
@@ -237,10 +249,10 @@ def _log_step(state: Any, log_frequency: int) -> bool:
 
 
 class IterationTimer:
-    """Speed of the whole job: samples, tokens and steps per second, and the seconds that a step and its data take.
+    """Speed of the whole job: samples, tokens and steps per second; seconds that a step and its data take.
 
     Figures are means over the steps since the last log step; evaluation and saving are not in them. Samples and
-    tokens are this rank's times the world size (ranks take batches of one size), so no rank waits for another here.
+    tokens are this rank's times the world size (ranks take batches of one size): no rank waits for another here.
 
     emits: speed/*. costs: no device sync, no collective; a few clock readings a step.
     """
@@ -281,7 +293,7 @@ class IterationTimer:
 
 
 class InformationWriter:
-    """One line a log step in the log: step, epoch, loss and scalars, lr, data and batch time, throughput, time left.
+    """One log line a log step: step, epoch, loss and scalars, lr, data and batch time, throughput, time left.
 
         step 120/2000 | epoch 0 | loss 2.3456 | lr 3.00e-04 | data 0.001 (0.002) s | batch 0.105 (0.110) s
         | 152 samples/s | remaining 0:03:27
@@ -317,7 +329,8 @@ class InformationWriter:
         if epoch is not None:
             parts.append(f"epoch {epoch}")
         if metrics:
-            parts.append(" ".join(f"{key} {value:.4f}" for key, value in to_floats(metrics).items()))  # device sync
+            # The one device sync of this hook.
+            parts.append(" ".join(f"{key} {value:.4f}" for key, value in to_floats(metrics).items()))
         if lr is not None:
             parts.append(f"lr {lr:.2e}")
         parts += self._speed_parts(state)
@@ -333,7 +346,8 @@ class InformationWriter:
         speed = self._clock.read()
         if not speed:
             return []
-        parts = [f"{name} {speed[f'{name}_s']:.3f} ({speed[f'mean_{name}_s']:.3f}) s" for name in ("data", "batch")]
+        parts = [f"{name} {speed[name + '_s']:.3f} ({speed['mean_' + name + '_s']:.3f}) s"
+                 for name in ("data", "batch")]
         world_size = getattr(state, "world_size", 1)
         rates = {name: speed[f"{name}_per_s"] * world_size for name in ("samples", "tokens")}
         text = " ".join(f"{rate:,.{0 if rate >= 100 else 2}f} {name}/s" for name, rate in rates.items() if rate)
@@ -347,7 +361,7 @@ def _clock_text(seconds: float) -> str:
 
 
 class GarbageCollector:
-    """Collect Python's garbage every log_frequency steps, on all ranks at the same step, and never in between.
+    """Collect Python's garbage every log_frequency steps, on all ranks at the same step, never in between.
 
     Automatic collections come at another moment on each rank, and each time all ranks wait for that one. What
     exists when training begins is frozen out of the collections, which makes them short; after_train puts
@@ -390,4 +404,1228 @@ class GarbageCollector:
             gc.enable()
 
 
-BUILTIN_HOOKS = {hook.__name__: hook for hook in (IterationTimer, InformationWriter, GarbageCollector)}
+# -------------------- what several of the hooks below share
+
+
+class _NoSpan:
+    """Stands in for a tracer's span when none is given."""
+
+    def __call__(self, name: str, sync: bool = False) -> "_NoSpan":
+        return self
+
+    def __enter__(self) -> "_NoSpan":
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+    def ready(self) -> None:
+        pass
+
+
+# Attributes under which wrappers keep the module they wrap; names in recipes and metrics are without them.
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+
+def clean_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Every module under its name without wrappers ("" is the model); of a wrapper and its module, the wrapper."""
+    found: dict[str, torch.nn.Module] = {}
+
+    def visit(module: torch.nn.Module, name: str) -> None:
+        found.setdefault(name, module)
+        for child_name, child in module.named_children():
+            is_inner = child_name in _WRAPPED or (child_name == "module" and isinstance(module, _PARALLEL))
+            visit(child, name if is_inner else f"{name}.{child_name}" if name else child_name)
+
+    visit(model, "")
+    return found
+
+
+def _match(patterns: Any, names: list[str]) -> tuple[list[str], list[str]]:
+    """Names that match any pattern, in the names' order, and the patterns that match none.
+
+    * and ? stay within one component of a dotted name; ** crosses the dots.
+    """
+    found, unmatched = set(), []
+    for pattern in patterns:
+        escaped = re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
+        hits = [name for name in names if re.fullmatch(escaped, name)]
+        found.update(hits)
+        if not hits:
+            unmatched.append(pattern)
+    return [name for name in names if name in found], unmatched
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _exchange_device(*devices: Any) -> torch.device:
+    """The first of these devices whose tensors the process group can move (nccl moves no CPU tensors)."""
+    served = str(dist.get_backend_config())
+    candidates = [torch.device(device) for device in devices]
+    return next((device for device in candidates if f"{device.type}:" in served), candidates[-1])
+
+
+def _owned_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
+    """(clean name of the owning module, module, attribute, parameter), each parameter once: tied ones with the first."""
+    owned, seen = [], set()
+    for name, module in clean_modules(model).items():
+        # A wrapper hides its module under the same name: look into it for parameters.
+        for inner in _unwrap(module):
+            for attribute, parameter in inner.named_parameters(recurse=False):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    owned.append((name, inner, attribute, parameter))
+    return owned
+
+
+def _unwrap(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The module and what its wrappers wrap, outermost first."""
+    chain = [module]
+    while True:
+        names = _WRAPPED | ({"module"} if isinstance(chain[-1], _PARALLEL) else set())
+        inner = [child for name, child in chain[-1].named_children() if name in names]
+        if not inner:
+            return chain
+        chain.append(inner[0])
+
+
+def _quote(names: Any, limit: int = 8) -> str:
+    """'a', 'b', 'c' and 12 more."""
+    names = list(names)
+    text = ", ".join(repr(name) for name in names[:limit])
+    return text + (f" and {len(names) - limit} more" if len(names) > limit else "") if names else "none"
+
+
+# -------------------- parameters and gradients
+
+
+class ParameterCounter:
+    """How many parameters the model has, where they are, and which of them train: a table in the log at the start.
+
+    Tied parameters count once, sharded ones (DTensor) with their whole size, quantised ones with their logical
+    number of values and the bytes that they really take. Lazy ones are counted after the first step.
+
+    show_details: a row per module that owns parameters, largest first. min_params: leave out smaller modules' rows.
+    emits: params/*, once. costs: nothing after the start; no device sync, no collective.
+    """
+
+    emits = {"params/total": "parameters", "params/trainable": "parameters", "params/frozen": "parameters",
+             "params/size_mb": "MB"}
+
+    def __init__(self, show_details: bool = True, min_params: int = 0):
+        if isinstance(min_params, bool) or not isinstance(min_params, int) or min_params < 0:
+            raise ValueError(f"ParameterCounter: min_params is {min_params!r}; wanted a whole number, 0 or more")
+        self.show_details = show_details
+        self.min_params = min_params
+        self._has_lazy = False
+
+    def before_train(self, state):
+        return self._count(state)
+
+    def after_step(self, state):
+        return self._count(state) if self._has_lazy else None
+
+    def _count(self, state) -> dict[str, float]:
+        rows: dict[str, dict] = {}  # per module: counts, class name
+        bytes_by_dtype: dict[str, int] = {}
+        lazy = []
+        for name, module, is_trainable, parameter in _countable(state.model):
+            if torch.nn.parameter.is_lazy(parameter):
+                lazy.append(name or "(root)")
+                continue
+            row = rows.setdefault(name or "(root)", {"total": 0, "trainable": 0, "kind": type(module).__name__})
+            count = _num_values(parameter)
+            row["total"] += count
+            row["trainable"] += count if is_trainable else 0
+            for dtype, num_bytes in _bytes_by_dtype(parameter).items():
+                bytes_by_dtype[dtype] = bytes_by_dtype.get(dtype, 0) + num_bytes
+        self._has_lazy = bool(lazy)
+        total, trainable = (sum(row[part] for row in rows.values()) for part in ("total", "trainable"))
+        size_mb = sum(bytes_by_dtype.values()) / 2**20
+        if getattr(state, "rank", 0) == 0:
+            sizes = ", ".join(f"{dtype} {num_bytes / 2**20:.2f} MB" for dtype, num_bytes in bytes_by_dtype.items())
+            lines = [f"parameters: {total:,} total, {trainable:,} trainable, {total - trainable:,} frozen,"
+                     f" {size_mb:.2f} MB ({sizes or 'no bytes'})"]
+            if lazy:
+                lines.append(f"not counted yet, lazy until the first forward: {_quote(dict.fromkeys(lazy))}")
+            if self.show_details:
+                lines += self._table(rows, total)
+            logger.info("\n".join(lines))
+        return {"params/total": total, "params/trainable": trainable, "params/frozen": total - trainable,
+                "params/size_mb": size_mb}
+
+    def _table(self, rows: dict, total: int) -> list[str]:
+        shown = sorted((item for item in rows.items() if item[1]["total"] >= self.min_params),
+                       key=lambda item: -item[1]["total"])
+        width = max([len("module"), *(len(name) for name, _ in shown)])
+        lines = [f"  {'module':<{width}}  {'parameters':>14}  {'share':>6}  {'trains':>7}  class"]
+        for name, row in shown:
+            trains = {0: "no", row["total"]: "yes"}.get(row["trainable"], "partly")
+            share = 100 * row["total"] / max(total, 1)
+            lines.append(f"  {name:<{width}}  {row['total']:>14,}  {share:>5.1f}%  {trains:>7}  {row['kind']}")
+        if len(shown) < len(rows):
+            lines.append(f"  {len(rows) - len(shown)} modules with fewer than {self.min_params:,} are not shown")
+        frozen = [name for name, row in rows.items() if not row["trainable"]]
+        return [*lines, f"  frozen modules: {_quote(frozen, 20)}"]
+
+
+def _countable(model):
+    """(module name, module, trains, parameter): parameters, and the packed weights of quantised modules."""
+    for name, module, _, parameter in _owned_parameters(model):
+        yield name, module, parameter.requires_grad, parameter
+    for name, module in clean_modules(model).items():
+        # torch.ao's quantised layers keep weight and bias in a packed object, behind methods.
+        for getter in (getattr(module, "weight", None), getattr(module, "bias", None)):
+            packed = getter() if inspect.ismethod(getter) else None
+            if isinstance(packed, torch.Tensor):
+                yield name, module, False, packed
+
+
+def _num_values(parameter: torch.Tensor) -> int:
+    """Logical number of values; bitsandbytes packs two 4-bit values into a byte and keeps the shape aside."""
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return math.prod(shape) if shape is not None else parameter.numel()
+
+
+def _bytes_by_dtype(tensor: torch.Tensor) -> dict[str, int]:
+    """Bytes that a tensor takes over all ranks; of a quantised tensor subclass, those of the tensors inside it."""
+    if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor):
+        found: dict[str, int] = {}
+        for attribute in tensor.__tensor_flatten__()[0]:
+            for dtype, num_bytes in _bytes_by_dtype(getattr(tensor, attribute)).items():
+                found[dtype] = found.get(dtype, 0) + num_bytes
+        return found
+    return {str(tensor.dtype).replace("torch.", ""): tensor.numel() * tensor.element_size()}
+
+
+class GradientNormLogger:
+    """The true gradient norms: after reduction over the ranks, unscaled, before clipping; the same on every rank.
+
+    total is the norm over all trainable parameters, layers/<name> over those that the module owns itself.
+    nonfinite_params is the number of parameters whose gradient norm is inf or NaN. With state.clip_norm, clip_coef
+    is the factor that clipping by the 2-norm is about to apply. When GradScaler's scale made the step overflow
+    (state.grad_scale is set and a norm is not finite) that is said in the log and no norm is returned.
+
+    emits: grad_norm/*. costs: on log steps one fused norm over all gradients, and with sharded ones an all-reduce of
+    one number a parameter; no device sync of its own, except one under a GradScaler. Nothing on other steps.
+    """
+
+    emits = {"grad_norm/total": "norm", "grad_norm/layers/<name>": "norm",
+             "grad_norm/nonfinite_params": "parameters", "grad_norm/clip_coef": "factor, 1 = not clipped"}
+    max_layers = 200
+
+    def __init__(self, log_frequency: int = 10, norm_type: float = 2.0, log_per_layer: bool = True,
+                 prefix: str = "grad_norm", span: Callable | None = None):
+        self.log_frequency = _check_period(self, log_frequency)
+        try:
+            self.norm_type = float(norm_type)
+        except (TypeError, ValueError):
+            self.norm_type = math.nan
+        if not self.norm_type > 0:
+            raise ValueError(f"GradientNormLogger: norm_type is {norm_type!r}; wanted a number above 0, or inf")
+        self.log_per_layer = log_per_layer
+        self.prefix = prefix
+        self._span = span or _NoSpan()
+        self._owned: list = []
+        self._num_optimized = -1
+        self._trainable_ids: list[int] = []
+        self._has_warned = False
+
+    def after_backward(self, state):
+        if state.step % self.log_frequency:
+            return None
+        parameters = self._trainable(state)
+        if not parameters:
+            return {f"{self.prefix}/total": 0.0, f"{self.prefix}/nonfinite_params": 0}
+        with torch.no_grad(), self._span("GradientNormLogger.reduce", sync=True) as span:
+            norms = _parameter_norms(parameters, self.norm_type, span)
+            num_nonfinite = (~torch.isfinite(norms)).sum()
+            if getattr(state, "grad_scale", None) is not None and num_nonfinite.item():  # sync, under GradScaler
+                return self._overflowed(state, norms, num_nonfinite)
+            total = _join(norms, self.norm_type)
+            found = {f"{self.prefix}/total": total, f"{self.prefix}/nonfinite_params": num_nonfinite}
+            if getattr(state, "clip_norm", None):
+                clipped = total if self.norm_type == 2 else _join(_parameter_norms(parameters, 2.0, span), 2.0)
+                found[f"{self.prefix}/clip_coef"] = (state.clip_norm / (clipped + 1e-6)).clamp(max=1.0)
+            if self.log_per_layer:
+                layers = _join(norms, self.norm_type, self._layer_of.to(norms.device), len(self._layers))
+                keys = (f"{self.prefix}/layers/{name}" for name in self._layers[:self.max_layers])
+                found.update(zip(keys, layers.unbind()))
+        return found
+
+    def _overflowed(self, state, norms, num_nonfinite) -> dict:
+        first = self._names[int((~torch.isfinite(norms)).nonzero()[0])]
+        logger.warning("step %d: gradients overflowed at loss scale %g in %d parameters (first: %s); GradScaler skips"
+                       " this step", state.step, state.grad_scale, num_nonfinite, first)
+        return {f"{self.prefix}/nonfinite_params": num_nonfinite}
+
+    def _trainable(self, state) -> list[torch.nn.Parameter]:
+        """Parameters that train now; names and layers are made anew when parameters came, went, froze or thawed."""
+        groups = getattr(getattr(state, "optimizer", None), "param_groups", ())
+        num_optimized = sum(len(group["params"]) for group in groups)
+        if num_optimized != self._num_optimized or any(
+                module._parameters.get(attribute) is not parameter
+                for _, module, attribute, parameter in self._owned):
+            self._owned = _owned_parameters(state.model)
+            self._num_optimized = num_optimized
+        trainable = [entry for entry in self._owned if entry[3].requires_grad]
+        ids = [id(parameter) for _, _, _, parameter in trainable]
+        if ids != self._trainable_ids:
+            self._trainable_ids = ids
+            self._names = [f"{name}.{attribute}" if name else attribute for name, _, attribute, _ in trainable]
+            self._layers = list(dict.fromkeys(name or "(root)" for name, _, _, _ in trainable))
+            position = {name: index for index, name in enumerate(self._layers)}
+            self._layer_of = torch.tensor([position[name or "(root)"] for name, _, _, _ in trainable])
+            if trainable:
+                self._layer_of = self._layer_of.to(trainable[0][3].device)
+            if self.log_per_layer and len(self._layers) > self.max_layers and not self._has_warned:
+                self._has_warned = True
+                logger.warning("GradientNormLogger: %d modules own parameters; norms of the first %d are logged, the"
+                               " total is over all", len(self._layers), self.max_layers)
+        return [parameter for _, _, _, parameter in trainable]
+
+
+def _join(norms: torch.Tensor, norm_type: float, index: torch.Tensor | None = None, size: int = 1) -> torch.Tensor:
+    """Norm over all (0-dim), or over each group that index names (size,), from norms of the parts, float64."""
+    if math.isinf(norm_type):
+        if index is None:
+            return norms.max()
+        return norms.new_zeros(size).scatter_reduce_(0, index, norms, "amax")
+    powers = norms**norm_type
+    joined = powers.sum() if index is None else norms.new_zeros(size).index_add_(0, index, powers)
+    return joined ** (1 / norm_type)
+
+
+def _parameter_norms(parameters: list, norm_type: float, span: Any) -> torch.Tensor:
+    """Norm of each parameter's whole gradient, float64, 0 where there is none; ranks meet only for sharded ones."""
+    home = parameters[0].device
+    wide = torch.float32 if home.type == "mps" else torch.float64
+    # One fused call for each device, type and way of sharding; mostly there is one.
+    groups: dict[tuple, tuple[list[int], list[torch.Tensor]]] = {}
+    for position, parameter in enumerate(parameters):
+        grad, mesh, dims = parameter.grad, None, ()
+        if isinstance(parameter, DTensor):
+            grad, mesh, dims = _local_gradient(parameter)
+        if grad is not None and grad.is_sparse:
+            grad = grad.coalesce().values()
+        # One key for all of a sharding, whatever a rank holds of it: ranks must meet in the same order.
+        device, dtype = (parameter.device, parameter.dtype) if grad is None else (grad.device, grad.dtype)
+        positions, grads = groups.setdefault((mesh, dims, device, dtype), ([], []))
+        positions.append(position)
+        grads.append(grad)
+    parts, order = [], []
+    for (mesh, dims, device, dtype), (positions, grads) in groups.items():
+        nothing = torch.zeros(1, device=device, dtype=dtype)
+        values = [nothing if grad is None or grad.numel() == 0 else grad for grad in grads]
+        narrow = dtype in (torch.float16, torch.bfloat16)
+        norms = torch._foreach_norm(values, norm_type, dtype=torch.float32 if narrow else None)
+        part = torch.stack(norms).to(wide)
+        if dims:
+            part = _join_shards(part, norm_type, mesh, dims, span)
+        parts.append(part.to(home))
+        order += positions
+    joined = torch.cat(parts)
+    if order != list(range(len(order))):
+        joined = torch.empty_like(joined).index_copy_(0, torch.tensor(order, device=home), joined)
+    return joined
+
+
+def _local_gradient(parameter: DTensor) -> tuple:
+    """This rank's part of a sharded gradient, its mesh, and the mesh dimensions that it is sharded over."""
+    grad = parameter.grad
+    placed = parameter if grad is None else grad
+    if any(placement.is_partial() for placement in placed.placements):  # not reduced yet: reduce a copy
+        whole = [Replicate() if placement.is_partial() else placement for placement in placed.placements]
+        grad = placed = grad.redistribute(placements=whole)
+    dims = tuple(dim for dim, placement in enumerate(placed.placements) if placement.is_shard())
+    return (None if grad is None else grad.to_local()), placed.device_mesh, dims
+
+
+def _join_shards(norms: torch.Tensor, norm_type: float, mesh: Any, dims: tuple, span: Any) -> torch.Tensor:
+    """Norms of the whole gradients from each rank's norms of its shards: one all-reduce a mesh dimension."""
+    span.ready()  # what follows is waiting for the other ranks
+    is_max = math.isinf(norm_type)
+    powers = norms if is_max else norms**norm_type
+    for dim in dims:
+        dist.all_reduce(powers, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    return powers if is_max else powers ** (1 / norm_type)
+
+
+# -------------------- what self-supervised training looks at
+
+
+class _OutputMonitor:
+    """Base of hooks that watch outputs of modules: finds them by pattern, listens to them on log steps only.
+
+    The forward hooks are there from start to end and return at once on other steps, so that torch.compile, which
+    looks at them when it traces, sees them; recomputation by activation checkpointing is not counted twice.
+    """
+
+    default_modules: tuple[str, ...] = ()
+    channel_dim = -1
+
+    def __init__(self, log_frequency: int, modules: Any, span: Callable | None):
+        self.log_frequency = _check_period(self, log_frequency)
+        if isinstance(modules, str):
+            modules = [modules]
+        if modules is not None and not (isinstance(modules, (list, tuple)) and modules
+                                        and all(isinstance(pattern, str) for pattern in modules)):
+            raise ValueError(f"{type(self).__name__}: modules is {modules!r}; wanted names or patterns of modules,"
+                             f" as ['student.backbone', '**.head']")
+        self.modules = modules
+        self._span = span or _NoSpan()
+        self._listening = False
+        self._handles: list = []
+        self._names: list[str] = []
+        self._compiled: list = []  # (name, output) from compiled code, looked at after it has run
+        self._silent: set[str] = set()
+
+    def before_train(self, state):
+        candidates = clean_modules(state.model)
+        names = list(candidates)
+        self._names, unmatched = _match(self.modules or self.default_modules, names)
+        if self.modules and unmatched:
+            near = difflib.get_close_matches(unmatched[0].replace("*", ""), names, 5, 0.3)
+            raise ValueError(f"modules: no module of the model matches {_quote(unmatched)}; the nearest of"
+                             f" {len(names)} names: {_quote(near or names)} (* stays within a name's part, ** does not)")
+        if not self._names:
+            logger.warning("%s watches nothing: no module matches its defaults %s; name some with modules=[...]; there"
+                           " are %s", type(self).__name__, _quote(self.default_modules), _quote(names[1:], 20))
+        self._handles = [candidates[name].register_forward_hook(self._listener(name)) for name in self._names]
+
+    def before_step(self, state):
+        self._listening = state.step % self.log_frequency == 0
+
+    def after_backward(self, state):
+        self._listening = False
+
+    def after_step(self, state):
+        self._listening = False
+        if state.step % self.log_frequency or not self._names:
+            return None
+        self._observe_compiled()
+        silent = [name for name in self._names if not self._has_seen(name)]
+        for name in [name for name in silent if name not in self._silent]:
+            logger.warning("%s: module %r gave no output at step %d", type(self).__name__, name, state.step)
+        self._silent.update(silent)
+        with torch.no_grad():
+            return self._summarize(state)
+
+    def after_train(self, state):
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._names, self._listening = [], [], False
+
+    def _listener(self, name: str) -> Callable:
+        def listen(module, arguments, output):
+            if not self._listening:
+                return
+            if torch.compiler.is_compiling():
+                self._compiled.append((name, _features(output)))
+            elif torch._C._current_graph_task_id() == -1:  # not inside backward, where checkpoints run again
+                self._observe_compiled()
+                with torch.no_grad():
+                    self._observe(name, _rows(name, _features(output), self.channel_dim))
+        return listen
+
+    def _observe_compiled(self) -> None:
+        compiled, self._compiled = self._compiled, []
+        with torch.no_grad():
+            for name, output in compiled:
+                self._observe(name, _rows(name, output, self.channel_dim))
+
+    def _exchange_sizes(self, sizes: list[tuple[int, int]], state) -> list[tuple[int, int]]:
+        """For each module the rows of all ranks together and the width; a rank without output learns it here."""
+        device = _exchange_device(state.device)
+        mine = torch.tensor(sizes, dtype=torch.int64, device=device)
+        gathered = [torch.empty_like(mine) for _ in range(_world_size())]
+        dist.all_gather(gathered, mine)
+        together = []
+        for name, of_ranks in zip(self._names, zip(*(table.tolist() for table in gathered))):  # device sync
+            widths = {width for _, width in of_ranks if width}
+            if len(widths) > 1:
+                raise ValueError(f"module {name!r} has outputs of different width on different ranks: {widths}")
+            together.append((sum(rows for rows, _ in of_ranks), max(widths, default=0)))
+        return together
+
+    def _has_seen(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def _observe(self, name: str, rows: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _summarize(self, state) -> dict:
+        raise NotImplementedError
+
+
+def _features(output: Any) -> torch.Tensor | None:
+    """The feature tensor in what a module returned: itself, its .feat, the "feat" of a dict, or the first inside."""
+    if isinstance(output, torch.Tensor):
+        return output.detach() if output.is_floating_point() else None
+    feat = output.get("feat") if isinstance(output, Mapping) else getattr(output, "feat", None)
+    if isinstance(feat, torch.Tensor):
+        return feat.detach()
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
+    return next((found for found in map(_features, values) if found is not None), None)
+
+
+def _rows(name: str, features: torch.Tensor | None, channel_dim: int) -> torch.Tensor:
+    """Features (..., C), or with the channels elsewhere, as (tokens, C)."""
+    if features is None or features.dim() == 0:
+        raise ValueError(f"module {name!r}: its output holds no feature tensor; wanted a floating-point tensor (..., C),"
+                         f" a tuple, a dict or an object with .feat that has one")
+    return features.movedim(channel_dim, -1).reshape(-1, features.shape[channel_dim])
+
+
+class FeatureStdMonitor(_OutputMonitor):
+    """Whether features collapse: standard deviations and effective rank of modules' outputs, over all tokens.
+
+    The tokens of a step are those of all its micro-batches and views, on all ranks, each with the same weight.
+    global is the standard deviation of all values together; channel_* are over the channels' own ones (population
+    form, so one token has 0). effective_rank is exp(entropy of the shares of variance along the principal axes):
+    1 = all on one line, C = all directions alike, 0 = all tokens the same (Roy and Vetterli, 2007, with variances).
+
+    modules: names or patterns; * stays within a part of a dotted name, ** crosses dots. Default: the student's and
+    teacher's backbones. track_channels: channels/<i> as well, the first 256. channel_dim: where the channels are,
+    -1 = last. effective_rank: False saves a C x C matrix and its eigenvalues, which is much from C = 1,000 on.
+
+    emits: feature_std/*. costs: on log steps float64 sums over the outputs, with several ranks three collectives and
+    a device sync. On other steps one Python call per watched forward.
+    """
+
+    emits = {"feature_std/<module>/global": "std", "feature_std/<module>/channel_mean": "std",
+             "feature_std/<module>/channel_min": "std", "feature_std/<module>/channel_max": "std",
+             "feature_std/<module>/effective_rank": "directions, 0 to C",
+             "feature_std/<module>/channels/<i>": "std, with track_channels"}
+    default_modules = ("**student.backbone", "**student_backbone", "**teacher.backbone", "**teacher_backbone")
+    max_channels = 256
+
+    def __init__(self, log_frequency: int = 10, modules: Any = None, track_channels: bool = False,
+                 channel_dim: int = -1, effective_rank: bool = True, span: Callable | None = None):
+        super().__init__(log_frequency, modules, span)
+        self.track_channels = track_channels
+        self.channel_dim = channel_dim
+        self.effective_rank = effective_rank
+        self._moments: dict[str, tuple] = {}  # name -> (tokens, mean (C,), scatter (C, C) or its diagonal (C,))
+
+    def _has_seen(self, name):
+        return name in self._moments
+
+    def _observe(self, name, rows):
+        wide = torch.float32 if rows.device.type == "mps" else torch.float64
+        # Blocks of at most 32 MB, however many tokens there are.
+        for block in rows.split(max(1, 2**22 // max(rows.shape[1], 1))):
+            block = block.to(wide)
+            if not len(block):
+                found = (0, rows.new_zeros(rows.shape[1], dtype=wide), self._scatter(block))
+            else:
+                # From the first token on, so that a constant has a scatter of exactly 0 in any precision.
+                shifted = block - block[0]
+                mean = shifted.mean(0)
+                found = (len(block), block[0] + mean, self._scatter(shifted - mean))
+            before = self._moments.get(name)
+            self._moments[name] = found if before is None else _merge_moments(before, found)
+
+    def _scatter(self, centred: torch.Tensor) -> torch.Tensor:
+        return centred.T @ centred if self.effective_rank else centred.square().sum(0)
+
+    def _summarize(self, state):
+        moments, self._moments = self._moments, {}
+        if _world_size() > 1:
+            moments = self._join_ranks(moments, state)
+        found = {}
+        for name, (num_tokens, mean, scatter) in moments.items():
+            if num_tokens:
+                found.update(self._statistics(f"feature_std/{name or '(root)'}", num_tokens, mean, scatter))
+        return found
+
+    def _join_ranks(self, moments: dict, state) -> dict:
+        """Moments over the tokens of all ranks: the mean first, then every rank's scatter around it."""
+        with self._span("FeatureStdMonitor.exchange", sync=True) as span:
+            span.ready()
+            local = [moments.get(name) for name in self._names]
+            sizes = self._exchange_sizes([(m[0], len(m[1])) if m else (0, 0) for m in local], state)
+            device = _exchange_device(state.device)
+            wide = torch.float64
+            sums = [m[0] * m[1].to(device) if m else torch.zeros(width, dtype=wide, device=device)
+                    for m, (_, width) in zip(local, sizes)]
+            packed = torch.cat(sums)
+            dist.all_reduce(packed)
+            means = [part / max(rows, 1) for part, (rows, _) in zip(packed.split([w for _, w in sizes]), sizes)]
+            scatters = []
+            for m, mean, (_, width) in zip(local, means, sizes):
+                nothing = torch.zeros((width, width) if self.effective_rank else width, dtype=wide, device=device)
+                around = (0, mean, nothing)
+                scatters.append(_shift_scatter(m, mean).to(device) if m else around[2])
+            packed = torch.cat([scatter.flatten() for scatter in scatters])
+            dist.all_reduce(packed)
+            parts = packed.split([scatter.numel() for scatter in scatters])
+        return {name: (rows, mean, part.view_as(scatter)) for name, (rows, _), mean, part, scatter
+                in zip(self._names, sizes, means, parts, scatters)}
+
+    def _statistics(self, prefix: str, num_tokens: int, mean: torch.Tensor, scatter: torch.Tensor) -> dict:
+        squares = scatter.diagonal() if self.effective_rank else scatter  # (C,): sums of squares around the mean
+        std = (squares / num_tokens).sqrt()
+        spread = num_tokens * (mean - mean[0] - (mean - mean[0]).mean()).square().sum()
+        found = {"global": ((squares.sum() + spread) / (num_tokens * len(mean))).sqrt(), "channel_mean": std.mean(),
+                 "channel_min": std.min(), "channel_max": std.max()}
+        if self.effective_rank:
+            found["effective_rank"] = _effective_rank(scatter)
+        if self.track_channels:
+            found.update((f"channels/{i}", value) for i, value in enumerate(std[:self.max_channels].unbind()))
+        return {f"{prefix}/{part}": value for part, value in found.items()}
+
+
+def _merge_moments(first: tuple, second: tuple) -> tuple:
+    """Moments of two sets together (Chan, Golub and LeVeque, 1983: no difference of large sums)."""
+    num_tokens = first[0] + second[0]
+    if not num_tokens:
+        return first
+    mean = first[1] + (second[1] - first[1]) * (second[0] / num_tokens)
+    return num_tokens, mean, _shift_scatter(first, mean) + _shift_scatter(second, mean)
+
+
+def _shift_scatter(moments: tuple, centre: torch.Tensor) -> torch.Tensor:
+    """Scatter around another point than the mean."""
+    num_tokens, mean, scatter = moments
+    offset = mean - centre.to(mean.device)
+    return scatter + num_tokens * (torch.outer(offset, offset) if scatter.dim() == 2 else offset.square())
+
+
+def _effective_rank(scatter: torch.Tensor) -> torch.Tensor:
+    """exp(entropy) of the eigenvalues' shares, 0-dim; NaN when the features are not finite."""
+    is_finite = torch.isfinite(scatter).all()
+    variances = torch.linalg.eigvalsh(torch.where(is_finite, scatter, torch.eye(len(scatter)).to(scatter)))
+    variances = variances.clamp(min=0)
+    rank = torch.special.entr(variances / variances.sum()).sum().exp()
+    rank = torch.where(variances.sum() > 0, rank, torch.zeros_like(rank))
+    return torch.where(is_finite, rank, torch.full_like(rank, math.nan))
+
+
+class PrototypeUsageLogger(_OutputMonitor):
+    """How many prototypes the heads use: each token counts for the prototype of its largest output.
+
+    Counts are over the tokens of all micro-batches, views and ranks. used is the number of prototypes with at least one
+    token, perplexity = exp(entropy of the shares): 1 = all tokens on one prototype, K = all prototypes alike.
+    Tokens with a NaN are left out; without any token entropy, perplexity and tokens_per_used are NaN.
+
+    modules: as in FeatureStdMonitor; default: the student's and teacher's heads, whose outputs are (..., K).
+    emits: prototypes/*. costs: on log steps an argmax over the outputs, with several ranks two collectives and a
+    device sync. On other steps one Python call per watched forward.
+    """
+
+    emits = {"prototypes/<module>/used": "prototypes", "prototypes/<module>/unused_percent": "per cent",
+             "prototypes/<module>/tokens_per_used": "tokens", "prototypes/<module>/entropy": "nats",
+             "prototypes/<module>/perplexity": "prototypes"}
+    default_modules = ("**student.*head", "**student_*head", "**teacher.*head", "**teacher_*head")
+
+    def __init__(self, log_frequency: int = 10, modules: Any = None, span: Callable | None = None):
+        super().__init__(log_frequency, modules, span)
+        self._counts: dict[str, torch.Tensor] = {}  # name -> tokens of each prototype, (K,) int64
+
+    def _has_seen(self, name):
+        return name in self._counts
+
+    def _observe(self, name, rows):
+        counts = self._counts.get(name)
+        if counts is None:
+            counts = self._counts[name] = torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
+        if rows.numel():
+            counts.scatter_add_(0, rows.argmax(1), (~rows.isnan().any(1)).to(torch.int64))
+
+    def _summarize(self, state):
+        counts, self._counts = self._counts, {}
+        if _world_size() > 1:
+            counts = self._join_ranks(counts, state)
+        found = {}
+        for name, of_prototypes in counts.items():
+            wide = torch.float32 if of_prototypes.device.type == "mps" else torch.float64
+            total, used = of_prototypes.sum().to(wide), (of_prototypes > 0).sum().to(wide)
+            shares = of_prototypes / total
+            entropy = torch.special.entr(shares).sum()
+            found.update({f"prototypes/{name or '(root)'}/{part}": value for part, value in {
+                "used": used, "unused_percent": 100 - 100 * used / len(of_prototypes),
+                "tokens_per_used": total / used, "entropy": entropy, "perplexity": entropy.exp()}.items()})
+        return found
+
+    def _join_ranks(self, counts: dict, state) -> dict:
+        with self._span("PrototypeUsageLogger.exchange", sync=True) as span:
+            span.ready()
+            local = [counts.get(name) for name in self._names]
+            sizes = self._exchange_sizes([(0, len(c)) if c is not None else (0, 0) for c in local], state)
+            widths = [width for _, width in sizes]
+            device = _exchange_device(state.device)
+            packed = torch.cat([c.to(device) if c is not None else torch.zeros(width, dtype=torch.int64, device=device)
+                                for c, width in zip(local, widths)])
+            dist.all_reduce(packed)
+        return {name: part for name, part in zip(self._names, packed.split(widths)) if len(part)}
+
+
+class LogitEntropyLogger:
+    """Entropy of the softmax of logits, in nats: mean over the rows of the step's last micro-batch on this rank.
+
+    normalized is entropy / log K: 0 = every row is sure, 1 = every row is uniform. Logits of -inf have probability
+    0, half precision is computed in float32.
+
+    logits_key: which of the model's outputs, (..., K). temperature: a number that divides the logits, or the path of an
+    attribute of the model that holds it ("teacher_temperature", "loss.temperature").
+    emits: entropy/*. costs: one softmax over the logits on log steps, which are all steps by default; no collective,
+    no device sync of its own.
+    """
+
+    emits = {"entropy/mean": "nats", "entropy/normalized": "share of log K", "entropy/temperature": "temperature"}
+
+    def __init__(self, log_frequency: int = 1, logits_key: str = "logits", temperature: float | str = 1.0,
+                 prefix: str = "entropy"):
+        self.log_frequency = _check_period(self, log_frequency)
+        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        if not (isinstance(temperature, str) and temperature or is_number and 0 < temperature < math.inf):
+            raise ValueError(f"LogitEntropyLogger: temperature is {temperature!r}; wanted a number above 0, or the path"
+                             f" of an attribute of the model")
+        self.logits_key = logits_key
+        self.temperature = temperature
+        self.prefix = prefix
+        self._has_warned = False
+
+    def before_train(self, state):
+        if isinstance(self.temperature, str):
+            _attribute(state.model, self.temperature)
+
+    def after_step(self, state):
+        if state.step % self.log_frequency:
+            return None
+        outputs = getattr(state, "outputs", None) or {}
+        logits = outputs.get(self.logits_key) if isinstance(outputs, Mapping) else None
+        if not isinstance(logits, torch.Tensor) or logits.dim() == 0:
+            if not self._has_warned:
+                self._has_warned = True
+                keys = [key for key, value in outputs.items() if isinstance(value, torch.Tensor) and value.dim()]
+                logger.warning("LogitEntropyLogger logs nothing: the model's outputs have no tensor (..., K) %r%s; they"
+                               " have %s", self.logits_key, _nearest(self.logits_key, keys), _quote(keys))
+            return None
+        if not logits.numel():
+            return None
+        temperature = self.temperature
+        if isinstance(temperature, str):
+            temperature = _attribute(state.model, temperature)
+        num_classes = logits.shape[-1]
+        rows = logits.detach().reshape(-1, num_classes)
+        total = torch.zeros((), device=rows.device)
+        for block in rows.split(max(1, 2**22 // num_classes)):  # at most 16 MB at a time
+            probabilities = torch.softmax(block.float() / temperature, dim=-1)
+            total += torch.special.entr(probabilities).sum()
+        entropy = (total / len(rows)).clamp(0, math.log(num_classes))  # rounding must not leave the range
+        return {f"{self.prefix}/mean": entropy, f"{self.prefix}/normalized": entropy / (math.log(num_classes) or 1.0),
+                f"{self.prefix}/temperature": temperature}
+
+
+def _attribute(model: Any, path: str) -> Any:
+    """model.a.b for "a.b"; ValueError with the nearest name where the path ends."""
+    found = model
+    for part in path.split("."):
+        if not hasattr(found, part):
+            known = [name for name in dir(found) if not name.startswith("_")]
+            raise ValueError(f"temperature: {type(model).__name__} has no attribute {path!r}: {type(found).__name__} has"
+                             f" no {part!r}{_nearest(part, known)}")
+        found = getattr(found, part)
+    is_number = isinstance(found, numbers.Real) or isinstance(found, torch.Tensor) and found.numel() == 1
+    if not is_number:
+        raise ValueError(f"temperature: {path!r} of {type(model).__name__} is {type(found).__name__}; wanted a number")
+    return found
+
+
+# -------------------- what the machine is doing
+
+
+class ResourceUtilizationLogger:
+    """CPU, memory and GPUs of the job. A thread samples once a second; on log steps the latest sample is taken.
+
+    Host figures come from local rank 0 of each host: mean over the hosts, and <key>_max when there are several. In
+    a container its limits (cgroup v1 and v2: CPU quota, CPU set, memory) stand for the host's. GPU figures are those
+    of the GPUs that the run's ranks use, found by UUID or PCI address: mean, and <key>_max. gpu<i> is rank i's GPU.
+    What a device or system does not support is absent, never 0. throttled is 1 when heat or a power brake slows the
+    GPU down. Seen from a container without the host's process ids, gpu_mem_mb of a process is absent.
+
+    per_process: figures of each rank's process. cpu_percent (100 = one core), rss_mb and pss_mb are with its
+    data-loader workers; pss_mb counts shared pages once. Reading it walks the page tables: in the thread, but not free.
+    emits: system/*. costs: no device sync; with several ranks one all-gather of 20 numbers each on log steps when there
+    are GPUs or per_process is set, else no collective.
+    """
+
+    emits = {
+        "system/cpu_percent": "per cent of the host's or container's CPUs", "system/ram_used_mb": "MB",
+        "system/ram_percent": "per cent", "system/gpu_util_percent": "per cent of the time, mean over GPUs",
+        "system/gpu_util_percent_max": "per cent, busiest GPU", "system/gpu_mem_used_mb": "MB, mean over GPUs",
+        "system/gpu_mem_used_mb_max": "MB, fullest GPU", "system/gpu<i>/util_percent": "per cent",
+        "system/gpu<i>/mem_used_mb": "MB", "system/gpu<i>/power_w": "W", "system/gpu<i>/temp_c": "degrees Celsius",
+        "system/gpu<i>/throttled": "0 or 1", "system/rank<r>/cpu_percent": "per cent of one core",
+        "system/rank<r>/rss_mb": "MB", "system/rank<r>/pss_mb": "MB", "system/rank<r>/gpu_mem_mb": "MB",
+        "system/rank<r>/torch_allocated_mb": "MB", "system/rank<r>/torch_reserved_mb": "MB",
+        "system/rank<r>/torch_peak_mb": "MB",
+    }
+    _host = ("cpu_percent", "ram_used_mb", "ram_percent")
+    _gpu = ("util_percent", "mem_used_mb", "power_w", "temp_c", "throttled")
+    _process = ("cpu_percent", "rss_mb", "pss_mb", "gpu_mem_mb", "torch_allocated_mb", "torch_reserved_mb",
+                "torch_peak_mb")
+
+    def __init__(self, log_frequency: int = 10, log_per_gpu: bool = False, per_process: bool = False,
+                 sample_s: float = 1.0, span: Callable | None = None):
+        self.log_frequency = _check_period(self, log_frequency)
+        if isinstance(sample_s, bool) or not isinstance(sample_s, (int, float)) or not 0 < sample_s < math.inf:
+            raise ValueError(f"ResourceUtilizationLogger: sample_s is {sample_s!r}; wanted seconds above 0")
+        try:
+            import psutil  # noqa: F401
+        except ImportError:
+            raise ValueError("ResourceUtilizationLogger needs psutil: pip install psutil") from None
+        self.log_per_gpu = log_per_gpu
+        self.per_process = per_process
+        self.sample_s = sample_s
+        self._span = span or _NoSpan()
+        self._thread = None
+        self._latest: dict[str, float] = {}  # "host/cpu_percent", "gpu/power_w", "process/rss_mb", ... -> number
+
+    def before_train(self, state):
+        self._device = torch.device(getattr(state, "device", "cpu"))
+        has_host = getattr(state, "local_rank", 0) == 0
+        self._sources = [("host", HostUsage())] if has_host else []
+        if self._device.type != "cpu":
+            self._sources.append(("gpu", GpuUsage(self._device)))
+        if self.per_process:
+            self._sources.append(("process", ProcessUsage(self._device)))
+        self._stop, self._sampled = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._sample_forever, name="resources", daemon=True)
+        self._thread.start()
+        self._sampled.wait(2.0)  # so that the first log step has figures; no step waits for a sample
+
+    def after_step(self, state):
+        if state.step % self.log_frequency or self._thread is None:
+            return None
+        mine = dict(self._latest)
+        table = [mine]
+        if _world_size() > 1 and (self.per_process or self._device.type != "cpu"):
+            table = self._gather(mine)
+        return self._figures(table)
+
+    def after_train(self, state):
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join(timeout=5.0)  # a sample that hangs in a driver does not hold the run up
+            self._thread, self._latest = None, {}
+
+    def _sample_forever(self) -> None:
+        wait_s = min(0.1, self.sample_s)
+        self._sample()  # where the figures that are differences start from
+        while not self._stop.wait(wait_s):
+            self._latest = self._sample()
+            self._sampled.set()
+            wait_s = min(2 * wait_s, self.sample_s)  # short runs get figures too
+
+    def _sample(self) -> dict[str, float]:
+        latest = {}
+        for kind, source in self._sources:
+            latest.update((f"{kind}/{name}", value) for name, value in source.sample().items())
+        if "gpu/own_mem_mb" in latest:  # NVML knows it, but it is a figure of the process
+            latest["process/gpu_mem_mb"] = latest.pop("gpu/own_mem_mb")
+        return latest
+
+    def _gather(self, mine: dict) -> list[dict]:
+        """Every rank's figures, by one all-gather; NaN stands for absent on the way."""
+        names = [f"{kind}/{name}" for kind, group in (("host", self._host), ("gpu", (*self._gpu, "id")),
+                                                      ("process", self._process)) for name in group]
+        with self._span("ResourceUtilizationLogger.gather", sync=True) as span:
+            device = _exchange_device("cpu", self._device)
+            vector = torch.tensor([mine.get(name, math.nan) for name in names], dtype=torch.float64, device=device)
+            gathered = [torch.empty_like(vector) for _ in range(_world_size())]
+            span.ready()
+            dist.all_gather(gathered, vector)
+            rows = torch.stack(gathered).tolist()  # with nccl a device sync
+        return [{name: value for name, value in zip(names, row) if value == value} for row in rows]
+
+    def _figures(self, table: list[dict]) -> dict[str, float]:
+        """Metrics from the figures of each rank (or of this one alone)."""
+        found: dict[str, float] = {}
+        for name in self._host:
+            values = [row[f"host/{name}"] for row in table if f"host/{name}" in row]
+            found.update(_mean_and_max(f"system/{name}", values, with_max=len(values) > 1))
+        gpus = {}  # rank -> figures, each GPU once when ranks share it
+        for rank, row in enumerate(table):
+            if "gpu/id" in row and row["gpu/id"] not in [figures["gpu/id"] for figures in gpus.values()]:
+                gpus[rank] = row
+        for name in ("util_percent", "mem_used_mb"):
+            values = [row[f"gpu/{name}"] for row in gpus.values() if f"gpu/{name}" in row]
+            found.update(_mean_and_max(f"system/gpu_{name}", values, with_max=True))
+        if self.log_per_gpu:
+            found.update((f"system/gpu{rank}/{name}", row[f"gpu/{name}"]) for rank, row in gpus.items()
+                         for name in self._gpu if f"gpu/{name}" in row)
+        if self.per_process:
+            found.update((f"system/rank{rank}/{name}", row[f"process/{name}"]) for rank, row in enumerate(table)
+                         for name in self._process if f"process/{name}" in row)
+        return found
+
+
+def _mean_and_max(key: str, values: list[float], with_max: bool) -> dict[str, float]:
+    if not values:
+        return {}
+    return {key: sum(values) / len(values), **({f"{key}_max": max(values)} if with_max else {})}
+
+
+class HostUsage:
+    """CPU and memory of the host, or of the container when it has limits of its own."""
+
+    def __init__(self):
+        self._before = None  # (busy, possible) CPU seconds at the last sample that had any
+
+    def sample(self) -> dict[str, float]:
+        """cpu_percent since the last sample (absent in the first), ram_used_mb, ram_percent."""
+        import psutil
+        limits = read_cgroup()
+        memory = psutil.virtual_memory()
+        used, size = memory.total - memory.available, memory.total
+        if limits.get("memory_bytes", math.inf) < memory.total:
+            used, size = limits["memory_used_bytes"], limits["memory_bytes"]
+        found = {"ram_used_mb": used / 2**20, "ram_percent": 100 * used / size}
+        busy_s, possible_s = self._cpu_seconds(limits)
+        if self._before is not None and busy_s > self._before[0] and possible_s > self._before[1]:
+            percent = 100 * (busy_s - self._before[0]) / (possible_s - self._before[1])
+            found["cpu_percent"] = min(percent, 100.0)
+        if self._before is None or "cpu_percent" in found:
+            self._before = busy_s, possible_s  # a window without a tick of the clock goes on
+        return found
+
+    @staticmethod
+    def _cpu_seconds(limits: dict) -> tuple[float, float]:
+        """CPU seconds used so far, and those that could have been: under a quota its cores, else the CPUs there are."""
+        import psutil
+        if "cpu_cores" in limits and "cpu_used_s" in limits:
+            return limits["cpu_used_s"], time.monotonic() * limits["cpu_cores"]
+        busy_s = possible_s = 0.0
+        for cpu, times in enumerate(psutil.cpu_times(percpu=True)):
+            if cpu in limits.get("cpus", (cpu,)):
+                spent = {name: getattr(times, name) for name in times._fields if not name.startswith("guest")}
+                possible_s += sum(spent.values())
+                busy_s += sum(spent.values()) - spent["idle"] - spent.get("iowait", 0.0)
+        return busy_s, possible_s
+
+
+def read_cgroup(root: Any = "/sys/fs/cgroup", membership: Any = "/proc/self/cgroup") -> dict:
+    """This process's limits from cgroup v1 or v2, the tightest on the way up; without one its keys are absent.
+
+    memory_bytes and memory_used_bytes (without page cache that can go at once), cpu_cores (quota) and cpu_used_s,
+    cpus (a set of CPU numbers).
+    """
+    found: dict[str, Any] = {}
+    for line in (_read_text(membership) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if not controllers:  # v2, also beside v1 under "unified"
+            for base in (Path(root), Path(root, "unified")):
+                _read_cgroup_memory(found, base, path, "memory.max", "memory.current", "inactive_file")
+                _read_cgroup_cpu(found, base, path)
+        if "memory" in names:
+            _read_cgroup_memory(found, Path(root, "memory"), path, "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                "total_inactive_file")
+        if "cpu" in names or "cpuset" in names:
+            for base in (Path(root, controllers), Path(root, names[0])):
+                _read_cgroup_cpu(found, base, path)
+    return found
+
+
+def _cgroup_levels(base: Path, path: str) -> list[Path]:
+    """The group's folder and those above it; in a container the path can be the host's: then the mount itself."""
+    own = Path(base, path.lstrip("/"))
+    return [level for level in (own, *own.parents) if level.is_relative_to(base) and level.is_dir()]
+
+
+def _read_cgroup_memory(found: dict, base: Path, path: str, limit: str, used: str, inactive: str) -> None:
+    for level in _cgroup_levels(base, path):
+        text = _read_text(level / limit)
+        if text and text.isdigit() and int(text) < found.get("memory_bytes", math.inf):
+            stat = dict(line.split()[:2] for line in (_read_text(level / "memory.stat") or "").splitlines())
+            current = int(_read_text(level / used) or 0)
+            found["memory_bytes"] = int(text)
+            found["memory_used_bytes"] = max(current - int(stat.get(inactive, 0)), 0)
+
+
+def _read_cgroup_cpu(found: dict, base: Path, path: str) -> None:
+    for level in _cgroup_levels(base, path):
+        quota, period = (_read_text(level / "cpu.max") or "max 1").split()  # v2
+        if _read_text(level / "cpu.cfs_quota_us"):  # v1
+            quota, period = _read_text(level / "cpu.cfs_quota_us"), _read_text(level / "cpu.cfs_period_us")
+        if quota.isdigit() and int(quota) / int(period) < found.get("cpu_cores", math.inf):
+            found["cpu_cores"] = int(quota) / int(period)
+            stat = dict(line.split()[:2] for line in (_read_text(level / "cpu.stat") or "").splitlines())
+            nanoseconds = _read_text(level / "cpuacct.usage")  # v1
+            if "usage_usec" in stat or nanoseconds:
+                found["cpu_used_s"] = int(nanoseconds) / 1e9 if nanoseconds else int(stat["usage_usec"]) / 1e6
+        cpus = next(filter(None, (_read_text(level / f"cpuset.{name}") for name in
+                                  ("cpus.effective", "effective_cpus", "cpus"))), None)
+        if cpus and "cpus" not in found:
+            ranges = (part.split("-") for part in cpus.split(","))
+            found["cpus"] = {cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)}
+
+
+def _read_text(path: Any) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+class GpuUsage:
+    """What NVML says about the GPU behind a torch device. Whatever fails is absent; trouble is said once."""
+
+    # Slowed down by hardware, by heat (software and hardware), by an external power brake.
+    _throttling = 0x08 | 0x20 | 0x40 | 0x80
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._has_warned = False
+        self._handle = None
+        try:
+            if device.type != "cuda" or torch.version.hip:
+                raise LookupError(f"{device.type} devices of this vendor are not known to NVML")
+            import pynvml
+            self._nvml = pynvml
+            pynvml.nvmlInit()
+            self._handle = self._find_handle()
+        except Exception as error:  # no pynvml, no driver, an unknown device: all mean the same for the run
+            self._warn(f"no figures of {device}: {type(error).__name__}: {error}")
+
+    def _find_handle(self) -> Any:
+        """By UUID, as CUDA_VISIBLE_DEVICES may have renumbered the devices; by PCI address where that is unknown."""
+        properties = torch.cuda.get_device_properties(self._device)
+        # A MIG instance has a UUID of its own, with another prefix.
+        ways = [(self._nvml.nvmlDeviceGetHandleByUUID, f"{prefix}-{properties.uuid}") for prefix in ("GPU", "MIG")
+                if getattr(properties, "uuid", None)]
+        if getattr(properties, "pci_bus_id", None) is not None:
+            address = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
+            ways.append((self._nvml.nvmlDeviceGetHandleByPciBusId, address))
+        for way, name in ways:
+            try:
+                return way(name)
+            except self._nvml.NVMLError_NotFound:
+                continue
+        raise LookupError(f"NVML knows none of {[name for _, name in ways]}")
+
+    def sample(self) -> dict[str, float]:
+        """util_percent, mem_used_mb, power_w, temp_c, throttled, own_mem_mb (this process), id (of the GPU)."""
+        if self._handle is None:
+            return {}
+        nvml, handle = self._nvml, self._handle
+        reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons",
+                          getattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None))
+        ways = {
+            "util_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "mem_used_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**20,
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "temp_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "throttled": lambda: float(bool(reasons(handle) & self._throttling)),
+            "own_mem_mb": self._own_memory_mb,
+            "id": lambda: float(zlib.crc32(str(nvml.nvmlDeviceGetUUID(handle)).encode())),
+        }
+        return {name: value for name, value in ((name, self._ask(name, way)) for name, way in ways.items())
+                if value is not None}
+
+    def _own_memory_mb(self) -> float | None:
+        processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        used = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+        return used[0] / 2**20 if used and used[0] is not None else None
+
+    def _ask(self, name: str, way: Callable) -> float | None:
+        try:
+            return way()
+        except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_NoPermission,
+                self._nvml.NVMLError_FunctionNotFound):
+            return None
+        except Exception as error:  # the card fell off the bus, the driver went
+            self._warn(f"no {name} of {self._device}: {type(error).__name__}: {error}")
+            return None
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("ResourceUtilizationLogger: %s", text)
+
+
+class ProcessUsage:
+    """CPU and memory of this process and its children (data-loader workers), and of torch's allocator."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._before: tuple | None = None  # (monotonic seconds, {pid: CPU seconds})
+
+    def sample(self) -> dict[str, float]:
+        """cpu_percent since the last sample (absent in the first), rss_mb, pss_mb (absent where unknown), torch_*_mb."""
+        import psutil
+        now, cpu_s, rss_bytes, pss_bytes = time.monotonic(), {}, 0, 0
+        me = psutil.Process()
+        for process in (me, *me.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # a worker that ended just now
+                times = process.cpu_times()
+                cpu_s[process.pid] = times.user + times.system
+                rss_bytes += process.memory_info().rss
+                pss_bytes += _pss_bytes(process.pid)
+        found = {"rss_mb": rss_bytes / 2**20}
+        if pss_bytes:
+            found["pss_mb"] = pss_bytes / 2**20
+        if self._before is not None and now > self._before[0]:
+            used_s = sum(seconds - self._before[1].get(pid, 0.0) for pid, seconds in cpu_s.items())
+            found["cpu_percent"] = 100 * used_s / (now - self._before[0])
+        self._before = now, cpu_s
+        if self._device.type != "cpu":
+            module = torch.get_device_module(self._device)
+            for name, function in (("allocated", "memory_allocated"), ("reserved", "memory_reserved"),
+                                   ("peak", "max_memory_allocated")):
+                if hasattr(module, function):
+                    found[f"torch_{name}_mb"] = getattr(module, function)(self._device) / 2**20
+        return found
+
+
+def _pss_bytes(pid: int) -> int:
+    """Proportional set size: a page that n processes share counts 1/n in each. 0 where the system does not say."""
+    match = re.search(r"^Pss:\s+(\d+) kB", _read_text(f"/proc/{pid}/smaps_rollup") or "", re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+# -------------------- where the time goes inside a step
+
+
+class RuntimeProfiler:
+    """A torch.profiler trace of a few steps, for Perfetto, and its top operators and kernels as a table in the log.
+
+    start_step is the first step in the trace, active the number of steps in it; the profiler runs for warmup steps
+    before that. ranks: which ranks record, or "all". memory: allocations too, with the memory timeline as a counter
+    track in the trace, and on CUDA an allocator snapshot (<trace>.memory.pickle, for pytorch.org/memory_viz).
+
+    A run that ends inside the window keeps what was recorded; one that ends before it says so.
+    emits: nothing; files profiler/<run>-rank<N>-step<S>.json.gz. costs: steps of the window are slower, and its last one
+    waits while the trace is written; nothing before and after. Memory grows with active (at most 100) until then.
+    """
+
+    emits: dict[str, str] = {}
+
+    def __init__(self, start_step: int = 10, warmup: int = 2, active: int = 3, ranks: Any = (0,), memory: bool = False,
+                 with_stack: bool = False, record_shapes: bool = True):
+        for name, value, low, high in (("start_step", start_step, 1, math.inf), ("warmup", warmup, 0, math.inf),
+                                       ("active", active, 1, 100)):
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"RuntimeProfiler: {name} is {value!r}; wanted a whole number of steps from {low}"
+                                 + (f" to {high}" if high < math.inf else " on"))
+        is_list = isinstance(ranks, (list, tuple)) and all(type(rank) is int and rank >= 0 for rank in ranks)
+        if ranks != "all" and not (is_list and ranks):
+            raise ValueError(f"RuntimeProfiler: ranks is {ranks!r}; wanted a list as [0, 3], or all")
+        self.start_step, self.warmup, self.active, self.ranks = start_step, warmup, active, ranks
+        self.memory, self.with_stack, self.record_shapes = memory, with_stack, record_shapes
+        self._profile = None
+        self._first_active = None  # the first step in the trace, once there is one
+        self._is_done = False
+
+    def before_train(self, state):
+        world_size = getattr(state, "world_size", 1)
+        beyond = [] if self.ranks == "all" else [rank for rank in self.ranks if rank >= world_size]
+        if beyond:
+            raise ValueError(f"ranks: {beyond} are not in this run of {world_size} ranks")
+        self._is_done = self.ranks != "all" and getattr(state, "rank", 0) not in self.ranks
+        max_steps = getattr(state, "max_steps", None)
+        if not self._is_done and max_steps is not None and max_steps < self.start_step + self.active - 1:
+            logger.warning("RuntimeProfiler: the run has %d steps, its window is steps %d to %d: start_step or active is"
+                           " too large", max_steps, self.start_step, self.start_step + self.active - 1)
+
+    def before_step(self, state):
+        if self._is_done:
+            return
+        if self._profile is None and state.step >= self.start_step - self.warmup:
+            self._start(state)
+        if self._first_active is None and state.step >= self.start_step:
+            self._first_active = state.step
+
+    def after_step(self, state):
+        if self._profile is None:
+            return
+        if self._first_active is not None and state.step >= self._first_active + self.active - 1:
+            self._finish(state)
+        else:
+            self._profile.step()
+
+    def after_train(self, state):
+        if self._profile is not None:
+            self._finish(state)
+        elif not self._is_done:
+            logger.warning("RuntimeProfiler: the run ended at step %s, before its window began at step %d: no trace",
+                           getattr(state, "step", None), self.start_step - self.warmup)
+
+    def _start(self, state) -> None:
+        self._device = torch.device(getattr(state, "device", "cpu"))
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            if self.memory:
+                torch.cuda.memory._record_memory_history(max_entries=200_000)
+        # A resumed run that begins inside the window has fewer warm-up steps.
+        warmup = max(self.start_step - state.step, 0)
+        schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=self.active, repeat=1)
+        self._profile = torch.profiler.profile(
+            activities=activities, schedule=schedule, record_shapes=self.record_shapes, profile_memory=self.memory,
+            with_stack=self.with_stack)
+        self._profile.start()
+
+    def _finish(self, state) -> None:
+        profile, self._profile, self._is_done = self._profile, None, True
+        profile.stop()
+        if self._first_active is None:
+            logger.warning("RuntimeProfiler: the run ended at step %s, in the warm-up of its window (steps %d to %d):"
+                           " no trace", state.step, self.start_step, self.start_step + self.active - 1)
+            return
+        run = re.sub(r"[^\w.-]+", "-", str(getattr(state, "run", None) or "run"))
+        folder = Path(getattr(state, "run_dir", None) or ".", "profiler")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{run}-rank{getattr(state, 'rank', 0)}-step{self._first_active}.json.gz"
+        profile.export_chrome_trace(str(path))
+        if self.memory:
+            self._add_memory(path)
+        steps = f"step {self._first_active} to {state.step}"
+        logger.info("profile of %s: %s\n%s", steps, path, _profile_table(profile.key_averages()))
+
+    def _add_memory(self, path: Path) -> None:
+        """Give the trace a counter track of allocated memory; on CUDA write the allocator's snapshot too."""
+        with gzip.open(path, "rt") as file:
+            trace = json.load(file)
+        counters = []
+        for event in trace["traceEvents"]:
+            args = event.get("args", {})
+            if event.get("name") == "[memory]" and "Total Allocated" in args:
+                device = "CPU" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
+                counters.append({"ph": "C", "name": f"allocated on {device} (MB)", "pid": event["pid"],
+                                 "ts": event["ts"], "args": {"MB": args["Total Allocated"] / 2**20}})
+        trace["traceEvents"] += counters
+        with gzip.open(path, "wt", compresslevel=3) as file:
+            json.dump(trace, file)
+        if self._device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(path).replace(".json.gz", ".memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _profile_table(averages: Any, num_rows: int = 12) -> str:
+    """Operators by their own CPU time and, where a device took part, kernels by theirs."""
+    lines = []
+    for title, on_device in (("operators, own CPU time", False), ("kernels, device time", True)):
+        rows = []
+        for event in averages:
+            is_kernel = event.device_type != torch.autograd.DeviceType.CPU
+            if is_kernel == on_device and not event.key.startswith("ProfilerStep"):
+                rows.append((event.self_device_time_total if is_kernel else event.self_cpu_time_total, event))
+        total = sum(time_us for time_us, _ in rows)
+        if not total:
+            continue
+        lines.append(f"  {'ms':>10}  {'share':>6}  {'calls':>7}  {title}")
+        for time_us, event in sorted(rows, key=lambda row: -row[0])[:num_rows]:
+            lines.append(f"  {time_us / 1000:>10.3f}  {100 * time_us / total:>5.1f}%  {event.count:>7}  {event.key[:80]}")
+    return "\n".join(lines) or "  nothing was recorded"
+
+
+BUILTIN_HOOKS = {hook.__name__: hook for hook in (
+    IterationTimer, InformationWriter, GarbageCollector, ParameterCounter, GradientNormLogger,
+    ResourceUtilizationLogger, FeatureStdMonitor, PrototypeUsageLogger, LogitEntropyLogger, RuntimeProfiler)}
