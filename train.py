@@ -38,8 +38,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace, UnionType
-from typing import (Annotated, Any, Callable, Iterator, Literal, Mapping, NoReturn, Optional, Union, get_args, get_origin,
-                    get_type_hints)
+from typing import (Annotated, Any, Callable, Iterator, Literal, Mapping, NamedTuple, NoReturn, Optional, Union,
+                    get_args, get_origin, get_type_hints)
 
 import yaml
 
@@ -50,14 +50,21 @@ logger = logging.getLogger("rankscope")
 
 USAGE = "usage: train.py RECIPE.yaml [key=value ...] [--dry-run] [--help]"
 
-# Types of settings that have a range: the type, the range in words, and the test.
-Count = Annotated[int, ">= 1", lambda n: n >= 1]
-Whole = Annotated[int, ">= 0", lambda n: n >= 0]
-Positive = Annotated[float, "> 0", lambda x: 0 < x < math.inf]
-NotNegative = Annotated[float, ">= 0", lambda x: 0 <= x < math.inf]
-Ratio = Annotated[float, "from 0 to 1", lambda x: 0 <= x <= 1]
-FolderName = Annotated[str, "a name without /", lambda text: "/" not in text and text not in ("", ".", "..")]
-Component = Annotated[dict, "{target: file.py:Name or module.Name, keyword: value, ...}", lambda c: "target" in c]
+
+class Limit(NamedTuple):
+    """What a setting's value must be besides its type: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Count = Annotated[int, Limit(">= 1", lambda n: n >= 1)]
+Whole = Annotated[int, Limit(">= 0", lambda n: n >= 0)]
+Positive = Annotated[float, Limit("> 0", lambda x: 0 < x < math.inf)]
+NotNegative = Annotated[float, Limit(">= 0", lambda x: 0 <= x < math.inf)]
+Ratio = Annotated[float, Limit("from 0 to 1", lambda x: 0 <= x <= 1)]
+FolderName = Annotated[str, Limit("without /", lambda name: "/" not in name and name not in ("", ".", ".."))]
+Component = Annotated[dict, Limit("{target: file.py:Name, keyword: value ...}", lambda item: "target" in item)]
 
 
 class RecipeError(ValueError):
@@ -68,7 +75,7 @@ class RecipeError(ValueError):
 class ScheduleSettings:
     """How the learning rate moves over the steps of the run."""
 
-    kind: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    kind: Literal["cosine", "linear", "step", "constant"] = "cosine"  # after the warm-up
     warmup_steps: Whole = 0  # optimizer steps from 0 to the full rate; 0 is off
     min_lr_ratio: Ratio = 0.1  # cosine, linear: the last rate over the full one
     step_size: Count = 1000  # step: optimizer steps between two drops
@@ -79,7 +86,7 @@ class ScheduleSettings:
 class TracingSettings:
     """structured_logging: the per-process traces that trace_tools.py reads (see tracing.py)."""
 
-    enabled: bool = False
+    enabled: bool = False  # write traces
     trace_hooks: bool = False  # a span for every hook's call
     trace_workers: bool | None = None  # spans in data-loader workers; null: up to 64 ranks
     batch_stats_every: Whole = 1  # steps between batch-size scalars; 0 is off
@@ -94,7 +101,7 @@ class BestSettings:
     """Which checkpoint is kept as the best."""
 
     metric: str = "val/loss"  # a key that an evaluation writes
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] = "min"  # whether less or more of it is better
 
 
 @dataclass
@@ -104,7 +111,7 @@ class Recipe:
     model: Component  # a torch.nn.Module
     train_data: Component  # a map-style or iterable Dataset, or a DataLoader
     val_data: Component | None = None  # null: no evaluation
-    optimizer: Component = field(default_factory=lambda: {"target": "torch.optim.AdamW"})
+    optimizer: Component = field(default_factory=lambda: {"target": "torch.optim.AdamW"})  # gets params
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     group: FolderName | None = None  # null: the recipe's name
     run: FolderName | None = None  # null: the time of the start
@@ -115,8 +122,8 @@ class Recipe:
     accumulate: Count = 1  # micro-batches per optimizer step
     num_workers: Whole = 2  # data-loader processes per rank; 0: load in the training process
     clip_norm: Positive | None = None  # largest gradient norm; null: no clipping
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    parallel: Literal["ddp", "fsdp", "none"] = "ddp"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of forward and backward; weights stay fp32
+    parallel: Literal["ddp", "fsdp", "none"] = "ddp"  # none: ranks exchange no gradients
     fsdp_blocks: list[str] = field(default_factory=list)  # class names that fully_shard wraps one by one
     compile: bool = False  # torch.compile the model
     tf32: bool = True  # TF32 matrix products on CUDA
@@ -133,125 +140,126 @@ class Recipe:
     pg_timeout_s: Positive = 600.0  # seconds before a collective is given up
     stop_check_every: Count = 10  # steps between agreements on stopping
     use_wandb: bool = False  # Weights & Biases instead of TensorBoard
-    wandb_project: str = "rankscope"
+    wandb_project: str = "rankscope"  # where W&B shows the run
     wandb_name: str | None = None  # null: the run's name
     structured_logging: TracingSettings = field(default_factory=TracingSettings)
     find_unused_parameters: bool = False  # ddp: some parameters get no gradient in some steps
     static_graph: bool = False  # ddp: the same parameters get gradients in every step
-    hooks: dict = field(default_factory=lambda: {"IterationTimer": {}, "InformationWriter": {}})  # by name, in order
+    hooks: dict = field(default_factory=lambda: {"IterationTimer": {}, "InformationWriter": {}})  # by name
 
 
-# A recipe is read in five moves: YAML to Written texts (read_yaml), the layers over each other (merge), the command
-# line over them (apply_override), everything to the type of its setting (coerce), and the classes that it names
-# (check_component, check_hook). Nothing here needs torch until a target does.
-
-NULLS = ("null", "Null", "NULL", "None", "~", "")
-BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-SWITCHES = {**BOOLS, "yes": True, "Yes": True, "on": True, "On": True, "no": False, "No": False, "off": False, "Off": False}
-INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,2}(_[0-9]{3})+|[1-9][0-9]*)|0x[0-9a-fA-F]+|0o[0-7]+")
-FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan")
+# How a recipe is read: YAML into Written texts (read_yaml), layer over layer (merge), the command line over them
+# (apply_override), all of it to the types above (coerce); then the classes that it names (Components).
 
 
 class Written(str):
-    """A scalar as somebody wrote it, and where: `off` or `010` stays text until its setting's type is known."""
+    """A scalar as somebody wrote it, and where: what `off` or `010` is, its setting's type decides."""
 
     def __new__(cls, text: str, file: Path | None = None, line: int = 0, plain: bool = True):
         self = super().__new__(cls, text)
-        self.file, self.line, self.plain = file, line, plain  # file None: the command line; plain: without quotes
+        self.file, self.line, self.plain = file, line, plain  # no file: command line; plain: without quotes
         return self
 
 
+NULLS = ("null", "Null", "NULL", "None", "~")
+SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+INT = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)|0x[0-9a-fA-F]+|0o[0-7]+")
+FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan")
+
+
+def is_plain(value, texts) -> bool:
+    """Whether value is one of the texts, written without quotes."""
+    return isinstance(value, Written) and value.plain and value in texts
+
+
+def resolve(value):
+    """Written as none, bool, int, float or text where no type decides; also inside lists and mappings."""
+    if isinstance(value, dict):
+        return {resolve(key): resolve(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [resolve(item) for item in value]
+    if not isinstance(value, Written) or not value.plain:
+        return str(value) if isinstance(value, str) else value
+    text = str(value)
+    if text in NULLS or not text:
+        return None
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
+        return text.lower() == "true"
+    if INT.fullmatch(text):
+        return int(text, 0)
+    return float(text.replace(".inf", "inf").replace(".nan", "nan")) if FLOAT.fullmatch(text) else text
+
+
 def mistake(key: str, problem: str, got=None, wanted: str = "", near: str = "", known=()) -> RecipeError:
-    """The one message: key and problem, what was got and where, what was wanted, the nearest of the known names."""
+    """The one message: key and problem, what was got and where, what was wanted, the nearest known name."""
     lines = [f"{key}: {problem}"]
     if got is not None:
-        place = got if isinstance(got, Written) else next(iter(got), None) if isinstance(got, (dict, list)) else None
         text = str(got) if isinstance(got, Written) and got.plain else repr(resolve(got))
-        text = text if len(text) <= 200 else text[:200] + "..."
-        where = "" if not isinstance(place, Written) else f" ({place.file}, line {place.line})" if place.file else (
-            " (command line)")
-        lines.append(f"  got: {text or 'nothing'}{where}")
+        first = next(iter(got), None) if isinstance(got, (dict, list)) else got
+        where = f" ({first.file}, line {first.line})" if getattr(first, "file", None) else (
+            " (command line)" if isinstance(first, Written) else "")
+        lines.append(f"  got: {text[:200] or 'nothing'}{'...' if len(text) > 200 else ''}{where}")
     if wanted or known:
         lines.append(f"  wanted: {wanted or 'one of ' + ', '.join(known)}")
-    by_lower_case = {name.lower(): name for name in known}
-    for name in difflib.get_close_matches(near.lower(), by_lower_case, 1):
-        lines.append(f"  did you mean {by_lower_case[name]}?")
+    names = {name.lower(): name for name in known}
+    lines += [f"  did you mean {names[name]}?" for name in difflib.get_close_matches(near.lower(), names, 1)]
     return RecipeError("\n".join(lines))
 
 
-# YAML: scalars stay text, a key is written once.
+def join(key: str, name) -> str:
+    """The dotted key of a setting in the section key."""
+    return f"{key}.{name}" if key else str(name)
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """Gives unquoted scalars a tag of their own instead of YAML 1.1's guess at their type."""
+    """Marks scalars without quotes as such, where YAML 1.1 would guess their type."""
 
     def resolve(self, kind, value, implicit):
         return "plain" if kind is yaml.ScalarNode and implicit[0] else super().resolve(kind, value, implicit)
 
 
 def read_yaml(text: str, file: Path | None, key: str = ""):
-    """Text as dicts, lists and Written; None for an empty text. Raises RecipeError with the line."""
-    where = str(file) if file else key
+    """Text as dicts, lists and Written; None if there is nothing in it. Raises RecipeError with the line."""
+    source = key or str(file)
     try:
         node = yaml.compose(text, Loader=RecipeLoader)
         return node and from_node(node, file, key)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line
         tab = "\t" in "".join(text.splitlines()[line:line + 1])
-        raise mistake(where, f"not YAML: {error.problem}, in line {line + 1}",
+        raise mistake(source, f"not YAML: {error.problem} (line {line + 1})",
                       wanted="spaces instead of tabs" if tab else "") from None
     except yaml.YAMLError as error:
-        raise mistake(where, f"not YAML: {error}") from None
+        raise mistake(source, f"not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise mistake(where, "not a recipe: nested too deeply, or an alias that contains itself") from None
+        raise mistake(source, "not a recipe: nested too deeply, or an alias that contains itself") from None
 
 
 def from_node(node, file: Path | None, key: str):
-    """A YAML node as dict, list or Written; `<<: *anchor` merges, a key that is written twice is a mistake."""
+    """A YAML node as dict, list or Written; `<<: *anchor` merges; a key that is written twice is a mistake."""
     line = node.start_mark.line + 1
     if node.tag not in ("plain", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))):
         raise mistake(key or str(file), f"the tag {node.tag} in line {line} is not supported")
     if isinstance(node, yaml.ScalarNode):
         return Written(node.value, file, line, plain=node.tag == "plain")
     if isinstance(node, yaml.SequenceNode):
-        return [from_node(item, file, f"{key}.{index}") for index, item in enumerate(node.value)]
-    own, inherited = {}, {}
-    for key_node, value_node in node.value:
-        name = from_node(key_node, file, key)
-        path = f"{key}.{name}" if key else str(name)
-        if not isinstance(name, str):
-            raise mistake(path, "a key must be a word", got=name)
+        return [from_node(item, file, join(key, index)) for index, item in enumerate(node.value)]
+    own = {}
+    for name_node, value_node in node.value:
+        name = from_node(name_node, file, key)
+        if not isinstance(name, Written):
+            raise mistake(key or str(file), "a key must be text", got=name)
         if name in own:
-            first = next(known for known in own if known == name)
-            raise mistake(path, f"written twice in {file or 'the command line'}: lines {first.line} and {name.line}")
-        own[name] = from_node(value_node, file, path)
-    merged = own.pop("<<", {})
-    for mapping in reversed(merged if isinstance(merged, list) else [merged]):
-        inherited.update(mapping)
-    return {**inherited, **own}
-
-
-def resolve(value):
-    """A value of no known type: Written as none, bool, int, float or text, in lists and mappings too."""
-    if isinstance(value, dict):
-        return {resolve(key): resolve(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [resolve(item) for item in value]
-    if not isinstance(value, Written):
-        return value
-    text = str(value)
-    if not value.plain:
-        return text
-    if text in NULLS:
-        return None
-    if INT.fullmatch(text):
-        return int(text, 0)
-    if FLOAT.fullmatch(text):
-        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
-    return BOOLS.get(text, text)
-
-
-# The layers: base recipes, the recipe, the command line.
+            first = next(other for other in own if other == name)
+            lines = f"lines {first.line} and {name.line}"
+            raise mistake(join(key, name), f"written twice in {file or 'the command line'}: {lines}")
+        own[name] = from_node(value_node, file, join(key, name))
+    inherited = own.pop("<<", {})
+    for mapping in inherited if isinstance(inherited, list) else [inherited]:
+        if not isinstance(mapping, dict):
+            raise mistake(join(key, "<<"), "not a mapping", got=mapping)
+        own = {**mapping, **own}
+    return own
 
 
 def read_layers(path: Path, above: tuple = ()) -> list[dict]:
@@ -259,48 +267,46 @@ def read_layers(path: Path, above: tuple = ()) -> list[dict]:
     if path.resolve() in above:
         raise mistake("base", f"{path} is based on itself")
     try:
-        text = path.read_bytes().decode("utf-8-sig")  # a byte-order mark is no part of the text
+        settings = read_yaml(path.read_bytes().decode("utf-8-sig"), path)  # without a byte-order mark
     except UnicodeDecodeError:
         raise mistake(str(path), "not a recipe: not UTF-8 text") from None
     except OSError as error:
-        beside = sorted(file.name for file in path.parent.glob("*.y*ml"))
-        raise mistake(str(path), f"cannot read the recipe: {error.strerror}", near=path.name, known=beside) from None
-    settings = read_yaml(text, path)
-    if settings is None:
-        raise mistake(str(path), "the recipe is empty", wanted="at least model and train_data")
+        others = sorted(file.name for file in path.parent.glob("*.y*ml"))
+        problem = f"cannot read the recipe: {error.strerror}"
+        raise mistake(str(path), problem, near=path.name, known=others) from None
     if not isinstance(settings, dict):
-        raise mistake(str(path), "not a recipe", got=settings, wanted="a mapping of settings")
+        problem = "the recipe is empty" if settings is None else "not a recipe"
+        raise mistake(str(path), problem, got=settings, wanted="a mapping with at least model and train_data")
     base = settings.pop("base", None)
     if resolve(base) is None:
         return [settings]
-    if not isinstance(base, Written):
+    if not isinstance(base, str):
         raise mistake("base", "not a legal value", got=base, wanted="the path of a recipe")
     return [*read_layers(path.parent / Path(base).expanduser(), (*above, path.resolve())), settings]
 
 
 def merge(low, high, key: str = ""):
-    """High over low: mappings merge, everything else replaces; so does a mapping that names another target."""
+    """High over low: mappings merge, all else replaces; so does a component or a hook of another kind."""
     if key == "hooks":
-        high = hooks_by_name(high)
-    if isinstance(low, dict) and isinstance(high, Written) and high.plain and high == "":
-        return low  # a section of which every line is commented out
-    if not (isinstance(low, dict) and isinstance(high, dict)):
+        high = {name: None for name in low} if is_plain(high, NULLS) else hooks_by_name(high)
+    if isinstance(low, dict) and is_plain(high, ("",)):
+        return low  # a section in which every line is commented out
+    if not isinstance(low, dict) or not isinstance(high, dict):
         return high
     kinds = ("target", "type") if key.startswith("hooks.") else ("target",)
-    before, after = ([mapping.get(kind) for kind in kinds] for mapping in (low, high))
+    before, after = ([item.get(kind) for kind in kinds] for item in (low, high))
     if before != after and any(before) and any(after):
         return high
     merged = dict(low)
     for name, value in high.items():
-        path = f"{key}.{name}" if key else name
-        if key == "hooks" and isinstance(value, Written) and value.plain and value in NULLS:
-            if value == "":
-                value = {}  # "GradientNormLogger:" switches it on; null drops it
-            elif merged.pop(name, None) is None:
-                raise mistake(path, "there is no such hook to drop", got=value, near=name, known=low)
-            else:
-                continue
-        merged[name] = merge(low.get(name), value, path)
+        if key == "hooks" and (value is None or is_plain(value, NULLS)):
+            if name not in merged:
+                raise mistake(join(key, name), "no such hook to drop", got=value, near=name, known=low)
+            del merged[name]
+            continue
+        if key == "hooks" and is_plain(value, ("",)):
+            value = {}  # "GradientNormLogger:" with nothing after it switches that hook on
+        merged[name] = merge(low.get(name), value, join(key, name))
     return merged
 
 
@@ -308,72 +314,64 @@ def hooks_by_name(hooks):
     """Hooks written as a list, as the mapping by name that they stand for; a second of a kind gets #2."""
     if not isinstance(hooks, list):
         return hooks
-    named = {}
+    named: dict = {}
     for index, hook in enumerate(hooks):
-        hook = {"type": hook} if isinstance(hook, Written) else hook
-        kind = isinstance(hook, dict) and (hook.get("type") or hook.get("target"))
-        if not isinstance(kind, str):
-            raise mistake(f"hooks.{index}", "a hook of no kind", got=hook, wanted="{type: Name, setting: value, ...}")
-        name = kind = re.split(r"[.:]", kind)[-1]
-        number = 1
-        while name in named:
-            number += 1
-            name = f"{kind}#{number}"
-        named[name] = hook
+        hook = {"type": hook} if isinstance(hook, str) else hook
+        kind = hook.get("type", hook.get("target")) if isinstance(hook, dict) else None
+        if not isinstance(resolve(kind), str):
+            raise mistake(f"hooks.{index}", "a hook of no kind", hook, "{type: Name, setting: value, ...}")
+        kind = re.split(r"[.:]", kind)[-1]
+        taken = sum(name.partition("#")[0] == kind for name in named)
+        named[f"{kind}#{taken + 1}" if taken else kind] = hook
     return named
 
 
 def apply_override(settings: dict, argument: str) -> dict:
     """The settings with one key=value of the command line applied."""
     key, equals, text = argument.partition("=")
-    path = key.split(".")
+    text, path = text.strip(), key.split(".")
     if not equals:
         raise mistake(argument, "not a setting", wanted="key=value")
-    if not all(path) or key != key.strip():
-        raise mistake(argument, "not a key", wanted="key=value or section.key=value, without spaces around the key")
-    if not text.strip():
-        raise mistake(key, "nothing after the =", wanted=f"{key}=null for none, or {key}='\"\"' for an empty text")
-    if takes_text(path) and text.strip()[0] not in "\"'":
-        value = Written(text.strip())
-    else:
-        value = read_yaml(text, None, key)
+    if not all(path) or key.split() != [key]:
+        raise mistake(argument, "not a key", wanted="key=value or section.key=value, no space before the =")
+    if not text:
+        raise mistake(key, "nothing after the =", wanted=f"{key}=null for none, {key}='\"\"' for empty text")
+    # Text is taken whole, with its # and : in it, unless quoted. So is what YAML reads as one plain word.
+    value = Written(text) if is_text(path) and text[0] not in "\"'" else read_yaml(text, None, key)
+    value = Written(text) if value is None or isinstance(value, Written) and value.plain else value
     return put(settings, path, value, key)
 
 
-def takes_text(path: list[str]) -> bool:
-    """Whether the setting is text, so that what the command line gives is not read as YAML."""
-    section, kinds = Recipe, {}
+def is_text(path: list[str]) -> bool:
+    """Whether the path leads to a setting whose type is text."""
+    kind: Any = Recipe
     for name in path:
-        kinds = get_type_hints(section) if is_dataclass(section) else {}
-        section = next((kind for kind in get_args(kinds.get(name)) if is_dataclass(kind)), kinds.get(name))
-    return section is str or str in get_args(section)
+        section = next((option for option in (kind, *get_args(kind)) if is_dataclass(option)), None)
+        kind = get_type_hints(section).get(name) if section else None
+    return kind in (str, Optional[str])
 
 
 def put(node, path: list[str], value, key: str, above: str = ""):
-    """A copy of node with value at path, through mappings by name and through lists by index."""
+    """A copy of node with value at path: through mappings by name, through lists by index."""
     if not path:
         return merge(node, value, above)
     name, *rest = path
-    here = f"{above}.{name}" if above else name
     if isinstance(node, list):
         if not name.isdecimal() or int(name) >= len(node):
-            raise mistake(key, f"{above} has no element {name}", got=node, wanted=f"an index from 0 to {len(node) - 1}")
-        index = int(name)
-        return [*node[:index], put(node[index], rest, value, key, here), *node[index + 1:]]
-    if resolve(node) is None:
-        node = {}
+            raise mistake(key, f"{above} has no element {name}", got=node, wanted=f"0 to {len(node) - 1}")
+        node = list(node)
+        node[int(name)] = put(node[int(name)], rest, value, key, join(above, name))
+        return node
+    node = {} if resolve(node) is None else node
     if not isinstance(node, dict):
-        raise mistake(key, f"{above} is no section", got=node)
+        raise mistake(key, f"{above} is a value, not a section", got=node)
     if not rest and name not in ("target", "type"):
         return merge(node, {name: value}, above)
-    return {**node, name: put(node.get(name), rest, value, key, here)}
-
-
-# Types.
+    return {**node, name: put(node.get(name), rest, value, key, join(above, name))}
 
 
 def fit(value, kind):
-    """The value as the kind of thing that a setting wants; raises ValueError when it is none."""
+    """The value as the kind of thing that a setting or an annotation asks for; ValueError when it is none."""
     origin, args, found = get_origin(kind), get_args(kind), resolve(value)
     if origin in (Union, UnionType):
         members = [member for member in args if member is not type(None)]
@@ -382,27 +380,30 @@ def fit(value, kind):
         return fit(value, members[0]) if len(members) == 1 else found
     if origin is Annotated:
         fitted = fit(value, args[0])
-        if args[2](fitted):
+        if all(limit.holds(fitted) for limit in args[1:] if isinstance(limit, Limit)):
             return fitted
     elif origin is Literal:
-        for candidate in (found, str(value)):
-            if candidate in args:
-                return candidate
-    elif origin is list and isinstance(value, list):
-        return [fit(item, args[0]) for item in value]
-    elif kind is str and isinstance(value, str) and found is not None:
-        return str(value)
-    elif kind is bool and (isinstance(found, bool) or (isinstance(found, str) and found in SWITCHES)):
-        return found if isinstance(found, bool) else SWITCHES[found]
-    elif kind is int and (type(found) is int or (type(found) is float and found.is_integer())):
-        return int(found)
-    elif kind is float and type(found) in (int, float):
-        return float(found)
-    elif kind is dict and isinstance(value, dict):
-        return value
-    elif kind not in (str, bool, int, float, dict) and origin is not list:
-        return found  # a type that this file does not know: the class checks it
-    raise ValueError(f"{value!r} is not {kind!r}")
+        for choice in args:
+            if choice == found and type(choice) is type(found) or choice == value:
+                return choice
+    elif origin is list:
+        if isinstance(value, list):
+            return [fit(item, args[0]) for item in value]
+    elif kind is str:
+        if isinstance(value, str) and found is not None:
+            return str(value)
+    elif kind is bool:
+        if isinstance(found, bool) or str(found).lower() in SWITCHES:
+            return SWITCHES[str(found).lower()]
+    elif kind is int:
+        if type(found) in (int, float) and found == found // 1:
+            return int(found)
+    elif kind is float:
+        if type(found) in (int, float):
+            return float(found)
+    elif kind is not dict or isinstance(value, dict):
+        return value  # a type that only the class itself can check
+    raise ValueError(f"{value!r} is no {kind!r}")
 
 
 def describe(kind) -> str:
@@ -411,44 +412,38 @@ def describe(kind) -> str:
     if origin in (Union, UnionType):
         return " or ".join(describe(member) for member in args)
     if origin is Annotated:
-        return args[1] if args[0] in (dict, str) else f"{describe(args[0])} {args[1]}"
+        return f"{describe(args[0])} {args[1].words}".removeprefix("a mapping ")
     if origin is Literal:
         return " or ".join(map(str, args))
     if origin is list:
         return f"a list of {describe(args[0])}"
-    if is_dataclass(kind):
-        return "a section"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "True or False", dict: "a mapping"}
-    return names.get(kind) or ("null" if kind is type(None) else str(kind))
+    names = {int: "a whole number", float: "a number", str: "text", bool: "True or False", dict: "a mapping",
+             type(None): "null"}
+    return "a section" if is_dataclass(kind) else names.get(kind, str(kind))
 
 
 def coerce(value, kind, key: str):
-    """The value as its setting's type, sections setting by setting; raises RecipeError."""
+    """The value as its setting's type, a section setting by setting. Raises RecipeError."""
     section = next((member for member in (kind, *get_args(kind)) if is_dataclass(member)), None)
     if section is None or (resolve(value) is None and section is not kind):
         try:
             return fit(value, kind)
         except (ValueError, OverflowError):
-            choices = [text for text in (get_args(kind) if get_origin(kind) is Literal else ())]
-            raise mistake(key, "not a legal value", value, describe(kind), near=str(value), known=choices) from None
+            choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
+            raise mistake(key, "not a legal value", value, describe(kind), str(value), choices) from None
     kinds = get_type_hints(section, include_extras=True)
     if not isinstance(value, dict):
-        raise mistake(key, "a section, not a value", value, f"{key}.<setting>, one of {', '.join(kinds)}")
-    # The nearest name may be one section down: lr is optimizer.lr.
-    below = {sub: f"{name}.{sub}" for name, item in value.items() if isinstance(item, dict) for sub in item}
+        raise mistake(key, "a section, not a value", value, f"{key}.<setting> with one of {', '.join(kinds)}")
+    # What is not known here may be known one section down: lr is optimizer.lr.
+    below = {sub: join(name, sub) for name, item in value.items() if isinstance(item, dict) for sub in item}
     for name, item in value.items():
         if name not in kinds:
-            near = below[name] if name in below else name
-            raise mistake(f"{key}.{name}".lstrip("."), "no such setting", item, "one of " + ", ".join(kinds), near,
-                          [*kinds, *below.values()])
+            raise mistake(join(key, name), "no such setting", item, f"one of {', '.join(kinds)}",
+                          below.get(name, name), [*kinds, *below.values()])
     for item in fields(section):
         if item.name not in value and item.default is MISSING and item.default_factory is MISSING:
-            raise mistake(f"{key}.{item.name}".lstrip("."), "required", wanted=describe(kinds[item.name]))
-    return section(**{str(name): coerce(item, kinds[name], f"{key}.{name}".lstrip("."))
-                      for name, item in value.items()})
-
-
-# The whole.
+            raise mistake(join(key, item.name), "required", wanted=describe(kinds[item.name]))
+    return section(**{str(name): coerce(item, kinds[name], join(key, name)) for name, item in value.items()})
 
 
 def load_recipe(argv: list[str]) -> Recipe:
@@ -467,72 +462,71 @@ def load_recipe(argv: list[str]) -> Recipe:
         settings[name] = beside(settings[name])
     recipe = coerce(settings, Recipe, "")
     recipe.group = recipe.group or path.stem
-    # Cheap checks first: what follows imports the user's code, and torch with it.
+    # Files and modules first, then hooks, then the user's own classes: the imports take longer and longer.
     components = {name: getattr(recipe, name) for name in COMPONENTS if getattr(recipe, name) is not None}
     for name, component in components.items():
         find_target(component["target"], f"{name}.target")
-    for name, component in components.items():
-        extra = ("params",) if name == "optimizer" else ()
-        setattr(recipe, name, check_component(name, component, extra))
     recipe.hooks = {str(name): check_hook(str(name), hook) for name, hook in recipe.hooks.items()}
+    for name, component in components.items():
+        setattr(recipe, name, check_component(name, component, ("params",) if name == "optimizer" else ()))
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("".join(f"train.py: {line}\n" for line in without_effect(recipe)))
     if "--dry-run" in argv:
-        if os.environ.get("RANK", "0") == "0":
-            print(dump_yaml(recipe_to_dict(recipe)), end="")
-            sys.stderr.write("".join(f"train.py: {line}\n" for line in without_effect(recipe)))
-        raise SystemExit(0)
+        leave_with(dump_yaml(recipe_to_dict(recipe)))
     return recipe
 
 
 def read_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     """The recipe's path and the key=value arguments."""
-    if {"-h", "--help"} & set(argv):
-        if os.environ.get("RANK", "0") == "0":
-            print(help_text())
-        raise SystemExit(0)
-    words = [argument for argument in argv if not argument.startswith("-")]
+    if "-h" in argv or "--help" in argv:
+        leave_with(help_text())
     for option in argv:
-        if option.startswith("-") and "=" in option:
-            raise mistake(option, "settings are written without dashes", wanted=option.lstrip("-"))
         if option.startswith("-") and option != "--dry-run":
-            raise mistake(option, "no such option", near=option, known=["--dry-run", "--help"])
-    # A run directory may have a = in its name, so that a file is a recipe whatever it is called.
-    paths = [word for word in words if "=" not in word or Path(word).is_file()]
+            raise mistake(option, "no such option", near=option, known=["--dry-run", "--help"],
+                          wanted=f"{option.lstrip('-')}, without dashes" if "=" in option else "")
+    words = [argument for argument in argv if not argument.startswith("-")]
+    # A run directory may have a = in its name, so what is there as a file is a recipe.
+    paths = [word for word in words if "=" not in word or os.path.isfile(word)]
     if not paths:
         raise RecipeError(f"which recipe?\n{USAGE}")
     if len(paths) > 1:
-        raise mistake(paths[1], "not a setting", wanted=f"key=value after the recipe {paths[0]}")
-    return Path(paths[0]), [word for word in words if word != paths[0]]
+        raise mistake(paths[1], "not a setting", wanted="key=value")
+    return Path(paths[0]), [word for word in words if word not in paths]
+
+
+def leave_with(text: str) -> NoReturn:
+    """Print the text, once however many ranks there are, and leave."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, end="")
+    sys.exit(0)
 
 
 def help_text() -> str:
-    """The head of this file and every setting with its default, type and comment, as they stand in the source."""
-    lines = [(__doc__ or "").strip(), "", USAGE, "", "Settings:"]
-    for section, prefix in ((Recipe, ""), (ScheduleSettings, "schedule."), (BestSettings, "best."),
-                            (TracingSettings, "structured_logging.")):
+    """The head of this file, and every setting with its default, type and comment from the source."""
+    lines = [(__doc__ or "").strip(), "", USAGE, "", "Settings: default; legal values; meaning", ""]
+    for section, name in ((Recipe, ""), (ScheduleSettings, "schedule"), (BestSettings, "best"),
+                          (TracingSettings, "structured_logging")):
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(section), re.MULTILINE))
         for item in fields(section):
-            default = item.default if item.default is not MISSING else (
-                item.default_factory() if item.default_factory is not MISSING else "")
-            if is_dataclass(default):
-                continue  # its settings have lines of their own
-            text = "required" if default == "" else json.dumps(default)
-            kind = describe(get_type_hints(section, include_extras=True)[item.name])
-            comment = comments.get(item.name, "")
-            lines.append(f"  {prefix + item.name:<37} {text}; {kind}" + (f"; {comment}" if comment else ""))
-    return "\n".join(lines)
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            if not is_dataclass(default):  # else its settings have lines of their own
+                text = "required" if default is MISSING else json.dumps(default)
+                kind = describe(get_type_hints(section, include_extras=True)[item.name])
+                lines.append(f"  {join(name, item.name):<37} {text}; {kind}; {comments[item.name]}")
+    return "\n".join(lines) + "\n"
 
 
 def without_effect(recipe: Recipe) -> list[str]:
     """A line for every setting that somebody changed and that does nothing beside the others."""
-    defaults, kind = Recipe({}, {}), recipe.schedule.kind
+    defaults, kind, parallel = Recipe({}, {}), recipe.schedule.kind, recipe.parallel
     tracing = [f"structured_logging.{item.name}" for item in fields(TracingSettings) if item.name != "enabled"]
     rules = [
         (kind != "step", f"schedule.kind is {kind}", ["schedule.step_size", "schedule.gamma"]),
         (kind in ("step", "constant"), f"schedule.kind is {kind}", ["schedule.min_lr_ratio"]),
-        (recipe.parallel != "fsdp", f"parallel is {recipe.parallel}", ["fsdp_blocks"]),
-        (recipe.parallel != "ddp", f"parallel is {recipe.parallel}", ["find_unused_parameters", "static_graph"]),
+        (parallel != "fsdp", f"parallel is {parallel}", ["fsdp_blocks"]),
+        (parallel != "ddp", f"parallel is {parallel}", ["find_unused_parameters", "static_graph"]),
         (recipe.val_data is None, "there is no val_data", ["best", "eval_every"]),
-        (recipe.weights is None, "weights is not set", ["weights_strict"]),
+        (recipe.weights is None, "there are no weights", ["weights_strict"]),
         (recipe.resume is not None, "resume is set", ["weights"]),
         (not recipe.use_wandb, "use_wandb is False", ["wandb_project", "wandb_name"]),
         (not recipe.structured_logging.enabled, "structured_logging.enabled is False", tracing),
@@ -542,12 +536,12 @@ def without_effect(recipe: Recipe) -> list[str]:
 
 
 def local_mistake(error: RecipeError) -> NoReturn:
-    """Say the message once a node and exit with 2.
+    """Say the message once a node, and leave with 2.
 
-    torchrun ends all ranks of a node as soon as one has left, so the others stay until local rank 0 has spoken; a
-    rank that is still there after 20 s is the only one with the mistake, and speaks itself.
+    torchrun ends the other ranks of a node as soon as one has left: they wait for that, so that none ends local
+    rank 0 before it has spoken. A rank that is still there after 20 s is alone with its mistake, and says it.
     """
-    if int(os.environ.get("LOCAL_RANK", "0")):
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
         time.sleep(20)
     sys.stderr.write(f"train.py: {error}\n")
@@ -556,22 +550,17 @@ def local_mistake(error: RecipeError) -> NoReturn:
 
 
 class RecipeDumper(yaml.SafeDumper):
-    """Writes what read_yaml and resolve read back as it was."""
+    """Writes YAML that read_yaml and resolve read as it was."""
 
     def ignore_aliases(self, data):
         return True
 
     def represent_text(self, text: str):
-        plain = isinstance(resolve(Written(text)), str) and text != "<<"
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else "'")
+        same = isinstance(resolve(Written(text)), str) and text != "<<"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if same else "'")
 
 
 RecipeDumper.add_representer(str, RecipeDumper.represent_text)
-
-
-def recipe_to_dict(recipe: Recipe) -> dict:
-    """The recipe as plain dicts and lists, in the order of the settings."""
-    return asdict(recipe)
 
 
 def dump_yaml(settings: dict) -> str:
@@ -579,44 +568,48 @@ def dump_yaml(settings: dict) -> str:
     return yaml.dump(settings, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
+def recipe_to_dict(recipe: Recipe) -> dict:
+    """The recipe as plain dicts and lists, in the order of the settings."""
+    return asdict(recipe)
+
+
 # ---- Components: a class of the user's and its keyword arguments --------------------------------------------------
 
 COMPONENTS = ("model", "train_data", "val_data", "optimizer")
-# Keywords that name a path, whenever there is something at it beside the file that wrote it.
-PATH_KEYWORD = re.compile(r".*(path|file|dir|folder|root)s?")
-TARGET = "file.py:Name, beside the file that says so, or module.Name"
+PATH_KEYWORD = re.compile(r".*(path|file|dir|folder|root)s?")  # keywords whose text may name a file or folder
+TARGET = "file.py:Name, from the folder of the file that says so, or module.Name"
+
+
+def folder_of(value) -> Path:
+    """The folder that a relative path is relative to: the recipe's that it is written in, or where we are."""
+    return value.file.parent if getattr(value, "file", None) else Path.cwd()
 
 
 def beside(value):
-    """A path as an absolute one if something is there, seen from the file that wrote it; else as it is written."""
+    """A path, or each of a list, made absolute if something is there in folder_of it; else as it is written."""
     if isinstance(value, list):
         return [beside(item) for item in value]
     if not isinstance(value, Written) or not isinstance(resolve(value), str):
         return value
-    folder = value.file.parent if value.file else Path.cwd()
-    path = os.path.abspath(folder / Path(value).expanduser())
-    found = os.path.exists(path) or next(glob.iglob(path, recursive=True), None)
+    path = os.path.abspath(folder_of(value) / Path(value).expanduser())
+    found = os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))
     return Written(path, value.file, value.line, plain=False) if found else value
 
 
 def find_target(target, key: str) -> str:
-    """A target as /absolute/file.py:Name or module.Name; raises RecipeError when there is no such file or module."""
-    if not isinstance(target, str) or not isinstance(resolve(target), str):
+    """A target as /absolute/file.py:Name or module.Name. Raises RecipeError for no such file or module."""
+    if not isinstance(resolve(target), str):
         raise mistake(key, "not a target", got=target, wanted=TARGET)
     file, colon, name = target.rpartition(":")
-    folder = target.file.parent if getattr(target, "file", None) else Path.cwd()
-    if colon and name and file.endswith(".py"):
-        path = os.path.abspath(folder / Path(file).expanduser())
-        if os.path.isfile(path):
-            return f"{path}:{name}"
-        problem = f"no such file: {path}"
-    else:
-        module = target.partition(".")[0]
-        if not colon and "." in target.strip(".") and module.isidentifier() and find_spec(module):
-            return str(target)
-        problem = "no such file or module"
-        name = name if colon else target.rpartition(".")[2]
-    known = [f"{file.name}:{name}" for file in sorted(folder.glob("*.py"))]
+    module, *names = target.split(".")
+    path = os.path.abspath(folder_of(target) / Path(file).expanduser())
+    if colon and name and file.endswith(".py") and os.path.isfile(path):
+        return f"{path}:{name}"
+    if not colon and all(names) and module.isidentifier() and names and find_spec(module):
+        return str(target)
+    name = name if colon else names[-1] if names else target
+    known = [f"{found.name}:{name}" for found in sorted(folder_of(target).glob("*.py"))]
+    problem = f"no such file: {path}" if colon else "no such module"
     raise mistake(key, problem, target, TARGET, near=target, known=known)
 
 
@@ -627,115 +620,119 @@ def locate(target: str, key: str = "target"):
     try:
         found = import_file(Path(file)) if colon else importlib.import_module(module)
         for name in names:
-            if not hasattr(found, name) and inspect.ismodule(found) and find_spec(f"{found.__name__}.{name}"):
-                importlib.import_module(f"{found.__name__}.{name}")
+            owner = getattr(found, "__name__", "")
+            if not hasattr(found, name) and inspect.ismodule(found) and find_spec(f"{owner}.{name}"):
+                importlib.import_module(f"{owner}.{name}")
             if not hasattr(found, name):
-                owner = getattr(found, "__name__", "")
                 raise mistake(key, f"{owner} has no {name}", target, TARGET, name, dir(found))
             found = getattr(found, name)
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-        where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
-        raise mistake(key, f"does not import: {type(error).__name__}: {error}{where}", target) from error
+        text = f"does not import: {type(error).__name__}: {error}"
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
+        if not isinstance(error, SyntaxError):  # which says itself where it is
+            text += f" ({frames[-1].filename}, line {frames[-1].lineno})"
+        raise mistake(key, text, target) from error
     if not callable(found):
         raise mistake(key, f"{name} is a {type(found).__name__}, not a class or function", target, TARGET)
     return found
 
 
 def import_file(path: Path):
-    """A .py file as a module, by its own name where that is free, so that data-loader workers can import it too."""
+    """A .py file as a module: under its own name if that is free, so that data-loader workers find it too."""
     if str(path.parent) not in sys.path:
-        sys.path.insert(1, str(path.parent))  # as for a script: the files beside it can be imported
-    name = path.stem
-    spec = find_spec(name) if name.isidentifier() and name != "__main__" else None
-    if spec is None or spec.origin is None or not os.path.exists(spec.origin) or not path.samefile(spec.origin):
-        name = f"{name}_{zlib.crc32(str(path).encode()):08x}"
-        if name not in sys.modules:
-            spec = spec_from_file_location(name, path)
-            sys.modules[name] = module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
-    return importlib.import_module(name)
+        sys.path.insert(1, str(path.parent))  # as for a script: it can import the files beside it
+    spec = find_spec(path.stem) if path.stem.isidentifier() else None
+    if spec and spec.origin and os.path.exists(spec.origin) and path.samefile(spec.origin):
+        return importlib.import_module(path.stem)
+    name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, path)
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def check_component(key: str, component: dict, extra: tuple = ()) -> dict:
-    """The component with an absolute target and typed keywords; extra are keywords that the loop itself passes."""
+    """The component with an absolute target and typed keywords; extra: keywords that the loop passes."""
     target = find_target(component["target"], f"{key}.target")
     keywords = {name: value for name, value in component.items() if name != "target"}
     return {"target": target, **check_call(key, locate(target, f"{key}.target"), keywords, extra)}
 
 
 def check_call(key: str, function, keywords: dict, extra: tuple = ()) -> dict:
-    """The keywords as function wants them, by its signature; raises RecipeError when it cannot be called so."""
+    """The keywords as the function's signature wants them. Raises RecipeError when it cannot be called so."""
+    title = getattr(function, "__name__", str(function))
     try:
         signature = inspect.signature(function, eval_str=True)
-    except Exception:  # annotations that name what is not there at run time
+    except Exception:  # an annotation names what is not there at run time
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # written in C, without a signature: it checks its keywords itself
-            return resolve(keywords)
+            signature = inspect.signature(lambda **_: None)
+    given = signature.parameters.values()
+    known = {item.name: item for item in given if item.name not in extra
+             and item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}
     try:
         signature.bind(**dict.fromkeys(extra), **keywords)
     except TypeError as error:
-        parameters = signature.parameters.values()
-        known = {item.name: item for item in parameters if item.name not in extra
-                 and item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}
-        takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
+        takes_any = any(item.kind is item.VAR_KEYWORD for item in given)
         for name, value in keywords.items():
             if name not in known and not takes_any:
-                raise mistake(f"{key}.{name}", f"{function.__name__} has no such keyword", value, near=name,
-                              known=known) from None
+                problem = f"{title} has no such keyword"
+                raise mistake(join(key, name), problem, value, near=name, known=known) from None
         for name, item in known.items():
             if item.default is item.empty and name not in keywords:
-                raise mistake(f"{key}.{name}", f"{function.__name__} requires it", wanted=str(item)) from None
-        raise mistake(key, f"{function.__name__}: {error}", got=keywords) from None
-    typed = {}
-    for name, value in keywords.items():
-        item = signature.parameters.get(name)
-        kind = Any if item is None or item.annotation is item.empty else item.annotation
-        if item is not None and item.default is None:
-            kind = Optional[kind]  # `size: int = None` takes None, whatever it says
-        typed[str(name)] = check_value(f"{key}.{name}", value, kind)
-    return typed
+                raise mistake(join(key, name), f"{title} requires it", wanted=str(item)) from None
+        raise mistake(key, f"{title}: {error}", got=keywords) from None
+    kinds = {name: Any if item.annotation is item.empty else item.annotation for name, item in known.items()}
+    # `size: int = None` takes None, whatever it says.
+    kinds.update({name: Optional[kinds[name]] for name, item in known.items() if item.default is None})
+    return {str(name): check_value(join(key, name), value, kinds.get(name, Any))
+            for name, value in keywords.items()}
 
 
 def check_value(key: str, value, kind=Any):
-    """The value of a component's keyword: a component again, a path, or what the annotation says."""
+    """A keyword's value: a component of its own, or a path, or what the annotation says."""
     if is_component(value):
         return check_component(key, value)
-    if isinstance(value, list) and any(map(is_component, value)):
-        return [check_value(f"{key}.{index}", item) for index, item in enumerate(value)]
-    value = coerce(beside(value) if PATH_KEYWORD.fullmatch(key) else value, kind, key)
-    return resolve(value)
+    fitted = coerce(beside(value) if PATH_KEYWORD.fullmatch(key) else value, kind, key)
+    if isinstance(value, dict):
+        return {resolve(name): check_value(join(key, name), item) for name, item in value.items()}
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        return [check_value(join(key, index), item) for index, item in enumerate(value)]
+    return resolve(fitted)
 
 
 def is_component(value) -> bool:
-    """Whether a keyword's value is a component of its own: a mapping with a target that looks like one."""
-    return isinstance(value, dict) and isinstance(value.get("target"), str) and bool(set(":.") & set(value["target"]))
+    """Whether a keyword's value is a component of its own: a mapping whose target looks like one."""
+    target = value.get("target") if isinstance(value, dict) else None
+    return isinstance(target, str) and re.search(r"\w[.:]\w", target) is not None
 
 
 def check_hook(name: str, settings) -> dict:
-    """A hook's settings with its type or target, typed by the signature of its class."""
-    import hooks
+    """A hook's settings with its type or target, as the constructor of its class wants them."""
+    import hooks  # and torch
 
-    key = f"hooks.{name}"
+    key = join("hooks", name)
     if not isinstance(settings, dict):
         raise mistake(key, "not a legal value", settings, "{setting: value, ...}, or null to drop the hook")
+    if "target" in settings and "type" in settings:
+        raise mistake(key, "has a type and a target", settings, "one of them")
     if "target" in settings:
-        if "type" in settings:
-            raise mistake(key, "has a type and a target", settings, "one of them")
         checked = check_component(key, settings)
-        if not any(hasattr(locate(checked["target"]), event) for event in hooks.EVENTS):
+        hook = locate(checked["target"])
+        if inspect.isclass(hook) and not any(hasattr(hook, event) for event in hooks.EVENTS):
             raise mistake(f"{key}.target", "not a hook", settings["target"],
-                          f"a class with one of the methods {', '.join(hooks.EVENTS)}")
+                          f"a class with a method {' or '.join(hooks.EVENTS)}")
         return checked
     types = {kind: found for kind, found in vars(hooks).items()
              if inspect.isclass(found) and any(hasattr(found, event) for event in hooks.EVENTS)}
     kind = str(settings.get("type", name.partition("#")[0]))
     if kind not in types:
-        raise mistake(f"{key}.type" if "type" in settings else key, "no such hook", settings.get("type"), near=kind,
-                      known=sorted(types))
+        raise mistake(join(key, "type") if "type" in settings else key, "no such hook", settings.get("type"),
+                      near=kind, known=sorted(types))
     keywords = {setting: value for setting, value in settings.items() if setting != "type"}
     return {"type": kind, **check_call(key, types[kind], keywords)}
 
@@ -743,58 +740,63 @@ def check_hook(name: str, settings) -> dict:
 def build(component: dict, **extra):
     """What a component describes: its target called with its keywords and extra."""
     keywords = {name: build_value(value) for name, value in component.items() if name != "target"}
-    return locate(component["target"])(**keywords, **extra)
+    return locate(component["target"])(**extra, **keywords)
 
 
 def build_value(value):
     """A keyword's value with the components in it built."""
     if isinstance(value, list):
         return [build_value(item) for item in value]
-    return build(value) if is_component(value) else value
-
-
-# The recipe that a run keeps: it runs again from the copies in its launch/ folder.
-
-
-def map_targets(value, change):
-    """Settings with change(target) for every file target."""
-    if isinstance(value, list):
-        return [map_targets(item, change) for item in value]
     if not isinstance(value, dict):
         return value
-    return {name: change(item) if name == "target" and isinstance(item, str) and ".py:" in item
-            else map_targets(item, change) for name, item in value.items()}
+    return build(value) if is_component(value) else {name: build_value(item) for name, item in value.items()}
 
 
 def recipe_files(recipe: Recipe) -> dict[Path, str]:
-    """The recipe's target files and what they import from their own folders -> where in launch/ their copies go."""
-    targets, places, names = [], {}, {}
+    """The recipe's target files and what they import from their folders -> where in a launch folder they go."""
+    targets: list[str] = []
     map_targets(recipe_to_dict(recipe), targets.append)
+    places, folders = {}, {}
     for target in targets:
         path = Path(target.rpartition(":")[0])
         name = path.parent.name or "root"
-        while names.setdefault(name, path.parent) != path.parent:
+        while folders.setdefault(name, path.parent) != path.parent:
             name += "_"  # another folder of the same name
-        for file in with_siblings(path, path.parent, set()):
+        for file in with_imports(path, path.parent, set()):
             places[file] = f"{name}/{file.relative_to(path.parent)}"
     return places
 
 
-def with_siblings(path: Path, folder: Path, found: set) -> set:
-    """A Python file and the files and packages in folder that it imports, and that those import."""
+def map_targets(value, change: Callable[[str], Any]):
+    """Settings with change(target) for every target that is a file's."""
+    if isinstance(value, list):
+        return [map_targets(item, change) for item in value]
+    if not isinstance(value, dict):
+        return value
+    is_file = is_component(value) and ".py:" in value["target"]
+    return {name: change(item) if is_file and name == "target" else map_targets(item, change)
+            for name, item in value.items()}
+
+
+def with_imports(path: Path, folder: Path, found: set[Path]) -> set[Path]:
+    """A Python file, the files and packages in folder that it imports, and what those import."""
     found.add(path)
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else (
-            [node.module] if isinstance(node, ast.ImportFrom) and not node.level else [])
-        for name in (name.partition(".")[0] for name in names):
-            for file in [folder / f"{name}.py", *(folder / name).rglob("*.py")]:
-                if file not in found and file.is_file():
-                    with_siblings(file, folder, found)
+    imported = set()
+    with contextlib.suppress(SyntaxError, ValueError):  # a file that is imported only if it must be
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.partition(".")[0])
+    for name in imported:
+        for file in [folder / f"{name}.py", *(folder / name).rglob("*.py")]:
+            if file.is_file() and file not in found:
+                with_imports(file, folder, found)
     return found
 
 
 def saved_recipe(recipe: Recipe, launch_dir: Path) -> dict:
-    """The settings for <run directory>/config.yaml; copies the files that they name into launch_dir.
+    """The settings for <run directory>/config.yaml; copies the target files to where these settings say.
 
     launch_dir is <run directory>/launch/attempt_<n>. The run's name is left out: the next run is another one.
     """
@@ -810,8 +812,8 @@ def saved_recipe(recipe: Recipe, launch_dir: Path) -> dict:
     return {**map_targets(recipe_to_dict(recipe), copied), "run": None}
 
 
-# Torch takes seconds to import, on many nodes with one disk minutes. So a recipe is read before it: --help, a misspelt
-# key and whatever else the recipe part can answer alone are answered at once.
+# Torch takes seconds to import, on many nodes with one disk minutes. What the recipe part can answer alone it
+# answers before: --help, a misspelt key, a file that is not there.
 if __name__ == "__main__":
     try:
         RECIPE = load_recipe(sys.argv[1:])
