@@ -1,4 +1,4 @@
-"""Hooks: what watches a training loop, and the dispatcher that calls them. Needs torch; works when copied alone.
+"""Hooks: what watches a training loop, and the dispatcher that calls them. Needs torch; works copied alone.
 
 In somebody else's loop, five lines:
 
@@ -20,9 +20,10 @@ dict of key -> number; 0-dim tensors are welcome: they go to the host in one cop
       after_epoch
     after_train                  always; when state.error is set, without collectives
 
-state is any object with the attributes that a hook reads: model (unwrapped), optimizer, step (from 1), max_steps,
-epoch (from 0), batch, outputs, metrics, lr, data_s, num_samples, num_tokens, clip_norm, grad_scale, run_dir, run,
-step_skipped, rank, local_rank, world_size, device, error, paused_s (seconds of evaluation and saving so far).
+state is any object with the attributes that a hook reads: model (unwrapped), optimizer, step (from 1),
+max_steps, epoch (from 0), batch, outputs, metrics, lr, data_s, num_samples, num_tokens, clip_norm, grad_scale,
+step_skipped, run_dir, run, rank, local_rank, world_size, device, error, and paused_s: seconds of evaluation and
+saving so far.
 
 Nothing here changes the model, the gradients or the loop, prints, or writes metrics: the loop does.
 """
@@ -72,7 +73,7 @@ class HookDispatcher:
 
     def __init__(self, hooks: Mapping[str, Any], span: Callable | None = None):
         self._span = span
-        self._owners: dict[str, str] = {}  # metric key -> the hook that returned it, to notice two with one key
+        self._owners: dict[str, str] = {}  # metric key -> the hook that returned it: no two may share one
         self._calls: dict[str, list] = {event: [] for event in EVENTS}
         for name, hook in hooks.items():
             _check_methods(name, hook)
@@ -129,13 +130,13 @@ class HookDispatcher:
 def _check_methods(name: str, hook: Any) -> None:
     """Refuse what is no hook: a class, no events at all, a method that is nearly one, a wrong signature."""
     if isinstance(hook, type):
-        raise ValueError(f"hook {name!r} is the class {hook.__name__}; wanted an object: {hook.__name__}(...)")
+        raise ValueError(f"hook {name!r} is a class; wanted an object: {hook.__name__}(...)")
     who = f"hook {name!r} ({type(hook).__name__})"
     methods = [m for m in dir(hook) if not m.startswith("_") and callable(inspect.getattr_static(hook, m))]
     for method in methods:
         near = method.startswith(("before_", "after_")) or difflib.get_close_matches(method, EVENTS, 1, 0.8)
         if method not in EVENTS and near:
-            raise ValueError(f"{who} has a method {method!r}, which is no event{_nearest(method, EVENTS)}; the events"
+            raise ValueError(f"{who} has a method {method!r}, which is no event{_nearest(method, EVENTS)}; there"
                              f" are {', '.join(EVENTS)}. If it is none of them, begin its name with _")
     mine = [event for event in EVENTS if hasattr(hook, event)]
     if not mine:
@@ -148,7 +149,7 @@ def _check_methods(name: str, hook: Any) -> None:
 
 
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers and one-element tensors -> floats, with one copy to the host for each device that holds some."""
+    """Numbers and one-element tensors -> floats, with one copy to the host from each device."""
     result = dict(values)  # keeps the order
     by_device: dict[torch.device, dict[torch.dtype, list]] = {}
     for key, value in values.items():
@@ -178,8 +179,8 @@ def _check_period(hook: Any, log_frequency: int | None, default: int = 10) -> in
     if log_frequency is None:
         return default
     if isinstance(log_frequency, bool) or not isinstance(log_frequency, int) or log_frequency < 1:
-        raise ValueError(f"{type(hook).__name__}: log_frequency is {log_frequency!r}; wanted a whole number of"
-                         f" steps, 1 or more (to switch the hook off, leave it out)")
+        raise ValueError(f"{type(hook).__name__}: log_frequency is {log_frequency!r}; wanted a whole number"
+                         f" of steps, 1 or more (to switch the hook off, leave it out)")
     return log_frequency
 
 
@@ -189,8 +190,8 @@ def _check_period(hook: Any, log_frequency: int | None, default: int = 10) -> in
 class StepClock:
     """Wall-clock seconds of optimizer steps, without evaluation and saving.
 
-    It reads the host's clock only. On a GPU kernels run later than the calls that start them, so one step's time
-    says little there, while the mean over the steps between two log lines is right.
+    It reads the host's clock only. On a GPU kernels run later than the calls that start them, so one step's
+    time says little there, while the mean over the steps between two log lines is right.
     """
 
     def __init__(self):
@@ -251,8 +252,9 @@ def _log_step(state: Any, log_frequency: int) -> bool:
 class IterationTimer:
     """Speed of the whole job: samples, tokens and steps per second; seconds that a step and its data take.
 
-    Figures are means over the steps since the last log step; evaluation and saving are not in them. Samples and
-    tokens are this rank's times the world size (ranks take batches of one size): no rank waits for another here.
+    Figures are means over the steps since the last log step; evaluation and saving are not in them. Samples
+    and tokens are this rank's times the world size (ranks take batches of one size): no rank waits for
+    another here.
 
     emits: speed/*. costs: no device sync, no collective; a few clock readings a step.
     """
@@ -298,8 +300,9 @@ class InformationWriter:
         step 120/2000 | epoch 0 | loss 2.3456 | lr 3.00e-04 | data 0.001 (0.002) s | batch 0.105 (0.110) s
         | 152 samples/s | remaining 0:03:27
 
-    Data and batch time: mean since the last line, and in brackets since the start. What remains is reckoned from
-    the wall clock since the first step, so evaluation and saving are in it. Only rank 0 writes, through logging.
+    Data and batch time: mean since the last line, and in brackets since the start. What remains is reckoned
+    from the wall clock since the first step, so evaluation and saving are in it. Only rank 0 writes, through
+    logging.
 
     emits: nothing. costs: on rank 0 one device sync a log step; no collective.
     """
@@ -340,7 +343,7 @@ class InformationWriter:
         if max_steps and steps_seen > 0:
             remaining_s = (now - self._began[0]) / steps_seen * max(max_steps - state.step, 0)
             parts.append(f"remaining {_clock_text(remaining_s)}")
-        logger.info(" | ".join(parts))
+        logger.info(" | ".join(parts), extra={"progress": True})  # a console may show it as one live line
 
     def _speed_parts(self, state) -> list[str]:
         speed = self._clock.read()
@@ -350,8 +353,8 @@ class InformationWriter:
                  for name in ("data", "batch")]
         world_size = getattr(state, "world_size", 1)
         rates = {name: speed[f"{name}_per_s"] * world_size for name in ("samples", "tokens")}
-        text = " ".join(f"{rate:,.{0 if rate >= 100 else 2}f} {name}/s" for name, rate in rates.items() if rate)
-        return [*parts, text] if text else parts
+        texts = [f"{rate:,.{0 if rate >= 100 else 2}f} {name}/s" for name, rate in rates.items() if rate]
+        return [*parts, " ".join(texts)] if texts else parts
 
 
 def _clock_text(seconds: float) -> str:
@@ -429,7 +432,7 @@ _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 def clean_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Every module under its name without wrappers ("" is the model); of a wrapper and its module, the wrapper."""
+    """Every module under its name without wrappers ("" is the model); the wrapper where there is one."""
     found: dict[str, torch.nn.Module] = {}
 
     def visit(module: torch.nn.Module, name: str) -> None:
@@ -469,7 +472,7 @@ def _exchange_device(*devices: Any) -> torch.device:
 
 
 def _owned_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
-    """(clean name of the owning module, module, attribute, parameter), each parameter once: tied ones with the first."""
+    """(clean name of the owning module, module, attribute, parameter); tied ones once, with the first owner."""
     owned, seen = [], set()
     for name, module in clean_modules(model).items():
         # A wrapper hides its module under the same name: look into it for parameters.
@@ -503,12 +506,13 @@ def _quote(names: Any, limit: int = 8) -> str:
 
 
 class ParameterCounter:
-    """How many parameters the model has, where they are, and which of them train: a table in the log at the start.
+    """How many parameters there are, where, and which of them train: a table in the log at the start.
 
-    Tied parameters count once, sharded ones (DTensor) with their whole size, quantised ones with their logical
-    number of values and the bytes that they really take. Lazy ones are counted after the first step.
+    Tied parameters count once, sharded ones (DTensor) with their whole size, quantised ones with their
+    logical number of values and the bytes that they really take. Lazy ones are counted after the first step.
 
-    show_details: a row per module that owns parameters, largest first. min_params: leave out smaller modules' rows.
+    show_details: a row per module that owns parameters, largest first. min_params: leave out smaller modules'
+    rows.
     emits: params/*, once. costs: nothing after the start; no device sync, no collective.
     """
 
@@ -517,7 +521,7 @@ class ParameterCounter:
 
     def __init__(self, show_details: bool = True, min_params: int = 0):
         if isinstance(min_params, bool) or not isinstance(min_params, int) or min_params < 0:
-            raise ValueError(f"ParameterCounter: min_params is {min_params!r}; wanted a whole number, 0 or more")
+            raise ValueError(f"ParameterCounter: min_params is {min_params!r}; wanted a whole number from 0 on")
         self.show_details = show_details
         self.min_params = min_params
         self._has_lazy = False
@@ -536,7 +540,8 @@ class ParameterCounter:
             if torch.nn.parameter.is_lazy(parameter):
                 lazy.append(name or "(root)")
                 continue
-            row = rows.setdefault(name or "(root)", {"total": 0, "trainable": 0, "kind": type(module).__name__})
+            new_row = {"total": 0, "trainable": 0, "kind": type(module).__name__}
+            row = rows.setdefault(name or "(root)", new_row)
             count = _num_values(parameter)
             row["total"] += count
             row["trainable"] += count if is_trainable else 0
@@ -546,7 +551,7 @@ class ParameterCounter:
         total, trainable = (sum(row[part] for row in rows.values()) for part in ("total", "trainable"))
         size_mb = sum(bytes_by_dtype.values()) / 2**20
         if getattr(state, "rank", 0) == 0:
-            sizes = ", ".join(f"{dtype} {num_bytes / 2**20:.2f} MB" for dtype, num_bytes in bytes_by_dtype.items())
+            sizes = ", ".join(f"{dtype} {size / 2**20:.2f} MB" for dtype, size in bytes_by_dtype.items())
             lines = [f"parameters: {total:,} total, {trainable:,} trainable, {total - trainable:,} frozen,"
                      f" {size_mb:.2f} MB ({sizes or 'no bytes'})"]
             if lazy:
@@ -564,10 +569,10 @@ class ParameterCounter:
         lines = [f"  {'module':<{width}}  {'parameters':>14}  {'share':>6}  {'trains':>7}  class"]
         for name, row in shown:
             trains = {0: "no", row["total"]: "yes"}.get(row["trainable"], "partly")
-            share = 100 * row["total"] / max(total, 1)
-            lines.append(f"  {name:<{width}}  {row['total']:>14,}  {share:>5.1f}%  {trains:>7}  {row['kind']}")
+            count, share = row["total"], 100 * row["total"] / max(total, 1)
+            lines.append(f"  {name:<{width}}  {count:>14,}  {share:>5.1f}%  {trains:>7}  {row['kind']}")
         if len(shown) < len(rows):
-            lines.append(f"  {len(rows) - len(shown)} modules with fewer than {self.min_params:,} are not shown")
+            lines.append(f"  not shown: {len(rows) - len(shown)} modules with fewer than {self.min_params:,}")
         frozen = [name for name, row in rows.items() if not row["trainable"]]
         return [*lines, f"  frozen modules: {_quote(frozen, 20)}"]
 
@@ -591,7 +596,7 @@ def _num_values(parameter: torch.Tensor) -> int:
 
 
 def _bytes_by_dtype(tensor: torch.Tensor) -> dict[str, int]:
-    """Bytes that a tensor takes over all ranks; of a quantised tensor subclass, those of the tensors inside it."""
+    """Bytes that a tensor takes over all ranks; for a quantised subclass, those of the tensors inside it."""
     if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor):
         found: dict[str, int] = {}
         for attribute in tensor.__tensor_flatten__()[0]:
@@ -602,15 +607,17 @@ def _bytes_by_dtype(tensor: torch.Tensor) -> dict[str, int]:
 
 
 class GradientNormLogger:
-    """The true gradient norms: after reduction over the ranks, unscaled, before clipping; the same on every rank.
+    """The true gradient norms: reduced over the ranks, unscaled, before clipping; the same on every rank.
 
     total is the norm over all trainable parameters, layers/<name> over those that the module owns itself.
-    nonfinite_params is the number of parameters whose gradient norm is inf or NaN. With state.clip_norm, clip_coef
-    is the factor that clipping by the 2-norm is about to apply. When GradScaler's scale made the step overflow
-    (state.grad_scale is set and a norm is not finite) that is said in the log and no norm is returned.
+    nonfinite_params is the number of parameters whose gradient norm is inf or NaN. With state.clip_norm,
+    clip_coef is the factor that clipping by the 2-norm is about to apply. When GradScaler's scale made the
+    step overflow (state.grad_scale is set and a norm is not finite) that is said in the log and no norm is
+    returned.
 
-    emits: grad_norm/*. costs: on log steps one fused norm over all gradients, and with sharded ones an all-reduce of
-    one number a parameter; no device sync of its own, except one under a GradScaler. Nothing on other steps.
+    emits: grad_norm/*. costs: on log steps one fused norm over all gradients, and with sharded ones an
+    all-reduce of one number a parameter; no device sync of its own, except one under a GradScaler. Nothing on
+    other steps.
     """
 
     emits = {"grad_norm/total": "norm", "grad_norm/layers/<name>": "norm",
@@ -625,7 +632,7 @@ class GradientNormLogger:
         except (TypeError, ValueError):
             self.norm_type = math.nan
         if not self.norm_type > 0:
-            raise ValueError(f"GradientNormLogger: norm_type is {norm_type!r}; wanted a number above 0, or inf")
+            raise ValueError(f"GradientNormLogger: norm_type is {norm_type!r}; wanted a number > 0, or inf")
         self.log_per_layer = log_per_layer
         self.prefix = prefix
         self._span = span or _NoSpan()
@@ -643,27 +650,31 @@ class GradientNormLogger:
         with torch.no_grad(), self._span("GradientNormLogger.reduce", sync=True) as span:
             norms = _parameter_norms(parameters, self.norm_type, span)
             num_nonfinite = (~torch.isfinite(norms)).sum()
-            if getattr(state, "grad_scale", None) is not None and num_nonfinite.item():  # sync, under GradScaler
+            # A device sync, only under a GradScaler, which has one at each step itself.
+            if getattr(state, "grad_scale", None) is not None and num_nonfinite.item():
                 return self._overflowed(state, norms, num_nonfinite)
             total = _join(norms, self.norm_type)
             found = {f"{self.prefix}/total": total, f"{self.prefix}/nonfinite_params": num_nonfinite}
             if getattr(state, "clip_norm", None):
-                clipped = total if self.norm_type == 2 else _join(_parameter_norms(parameters, 2.0, span), 2.0)
-                found[f"{self.prefix}/clip_coef"] = (state.clip_norm / (clipped + 1e-6)).clamp(max=1.0)
+                norm = total
+                if self.norm_type != 2:
+                    norm = _join(_parameter_norms(parameters, 2.0, span), 2.0)
+                found[f"{self.prefix}/clip_coef"] = (state.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             if self.log_per_layer:
-                layers = _join(norms, self.norm_type, self._layer_of.to(norms.device), len(self._layers))
+                self._layer_of = self._layer_of.to(norms.device)
+                layers = _join(norms, self.norm_type, self._layer_of, len(self._layers))
                 keys = (f"{self.prefix}/layers/{name}" for name in self._layers[:self.max_layers])
                 found.update(zip(keys, layers.unbind()))
         return found
 
     def _overflowed(self, state, norms, num_nonfinite) -> dict:
         first = self._names[int((~torch.isfinite(norms)).nonzero()[0])]
-        logger.warning("step %d: gradients overflowed at loss scale %g in %d parameters (first: %s); GradScaler skips"
-                       " this step", state.step, state.grad_scale, num_nonfinite, first)
+        logger.warning("step %d: gradients overflowed at loss scale %g in %d parameters (first: %s); GradScaler"
+                       " skips this step", state.step, state.grad_scale, num_nonfinite, first)
         return {f"{self.prefix}/nonfinite_params": num_nonfinite}
 
     def _trainable(self, state) -> list[torch.nn.Parameter]:
-        """Parameters that train now; names and layers are made anew when parameters came, went, froze or thawed."""
+        """Parameters that train now; names and layers are made anew when some came, went, froze or thawed."""
         groups = getattr(getattr(state, "optimizer", None), "param_groups", ())
         num_optimized = sum(len(group["params"]) for group in groups)
         if num_optimized != self._num_optimized or any(
@@ -675,21 +686,20 @@ class GradientNormLogger:
         ids = [id(parameter) for _, _, _, parameter in trainable]
         if ids != self._trainable_ids:
             self._trainable_ids = ids
-            self._names = [f"{name}.{attribute}" if name else attribute for name, _, attribute, _ in trainable]
-            self._layers = list(dict.fromkeys(name or "(root)" for name, _, _, _ in trainable))
+            owners = [name or "(root)" for name, _, _, _ in trainable]
+            self._names = [f"{owner}.{entry[2]}" for owner, entry in zip(owners, trainable)]
+            self._layers = list(dict.fromkeys(owners))
             position = {name: index for index, name in enumerate(self._layers)}
-            self._layer_of = torch.tensor([position[name or "(root)"] for name, _, _, _ in trainable])
-            if trainable:
-                self._layer_of = self._layer_of.to(trainable[0][3].device)
+            self._layer_of = torch.tensor([position[owner] for owner in owners])
             if self.log_per_layer and len(self._layers) > self.max_layers and not self._has_warned:
                 self._has_warned = True
-                logger.warning("GradientNormLogger: %d modules own parameters; norms of the first %d are logged, the"
-                               " total is over all", len(self._layers), self.max_layers)
+                logger.warning("GradientNormLogger: %d modules own parameters; norms of the first %d are logged,"
+                               " the total is over all", len(self._layers), self.max_layers)
         return [parameter for _, _, _, parameter in trainable]
 
 
-def _join(norms: torch.Tensor, norm_type: float, index: torch.Tensor | None = None, size: int = 1) -> torch.Tensor:
-    """Norm over all (0-dim), or over each group that index names (size,), from norms of the parts, float64."""
+def _join(norms: torch.Tensor, norm_type: float, index: torch.Tensor | None = None, size: int = 1):
+    """Norm over all parts (0-dim), or over each group that index names (size,), from the parts' norms."""
     if math.isinf(norm_type):
         if index is None:
             return norms.max()
@@ -700,7 +710,7 @@ def _join(norms: torch.Tensor, norm_type: float, index: torch.Tensor | None = No
 
 
 def _parameter_norms(parameters: list, norm_type: float, span: Any) -> torch.Tensor:
-    """Norm of each parameter's whole gradient, float64, 0 where there is none; ranks meet only for sharded ones."""
+    """Norm of each whole gradient, float64, 0 where there is none; ranks meet only for sharded ones."""
     home = parameters[0].device
     wide = torch.float32 if home.type == "mps" else torch.float64
     # One fused call for each device, type and way of sharding; mostly there is one.
@@ -760,8 +770,9 @@ def _join_shards(norms: torch.Tensor, norm_type: float, mesh: Any, dims: tuple, 
 class _OutputMonitor:
     """Base of hooks that watch outputs of modules: finds them by pattern, listens to them on log steps only.
 
-    The forward hooks are there from start to end and return at once on other steps, so that torch.compile, which
-    looks at them when it traces, sees them; recomputation by activation checkpointing is not counted twice.
+    The forward hooks are there from start to end and return at once on other steps, so that torch.compile,
+    which looks at them when it traces, sees them; recomputation by activation checkpointing is not counted
+    twice.
     """
 
     default_modules: tuple[str, ...] = ()
@@ -773,8 +784,8 @@ class _OutputMonitor:
             modules = [modules]
         if modules is not None and not (isinstance(modules, (list, tuple)) and modules
                                         and all(isinstance(pattern, str) for pattern in modules)):
-            raise ValueError(f"{type(self).__name__}: modules is {modules!r}; wanted names or patterns of modules,"
-                             f" as ['student.backbone', '**.head']")
+            raise ValueError(f"{type(self).__name__}: modules is {modules!r}; wanted names or patterns of"
+                             f" modules, as ['student.backbone', '**.head']")
         self.modules = modules
         self._span = span or _NoSpan()
         self._listening = False
@@ -789,11 +800,12 @@ class _OutputMonitor:
         self._names, unmatched = _match(self.modules or self.default_modules, names)
         if self.modules and unmatched:
             near = difflib.get_close_matches(unmatched[0].replace("*", ""), names, 5, 0.3)
-            raise ValueError(f"modules: no module of the model matches {_quote(unmatched)}; the nearest of"
-                             f" {len(names)} names: {_quote(near or names)} (* stays within a name's part, ** does not)")
+            raise ValueError(f"modules: no module of the model matches {_quote(unmatched)}; nearest of"
+                             f" {len(names)} names: {_quote(near or names)} (* does not cross a dot, ** does)")
         if not self._names:
-            logger.warning("%s watches nothing: no module matches its defaults %s; name some with modules=[...]; there"
-                           " are %s", type(self).__name__, _quote(self.default_modules), _quote(names[1:], 20))
+            logger.warning("%s watches nothing: no module matches its defaults %s; name some with modules=[...];"
+                           " there are %s", type(self).__name__, _quote(self.default_modules),
+                           _quote(names[1:], 20))
         self._handles = [candidates[name].register_forward_hook(self._listener(name)) for name in self._names]
 
     def before_step(self, state):
@@ -838,7 +850,7 @@ class _OutputMonitor:
                 self._observe(name, _rows(name, output, self.channel_dim))
 
     def _exchange_sizes(self, sizes: list[tuple[int, int]], state) -> list[tuple[int, int]]:
-        """For each module the rows of all ranks together and the width; a rank without output learns it here."""
+        """For each module the rows on all ranks and the width, which a rank without output learns here."""
         device = _exchange_device(state.device)
         mine = torch.tensor(sizes, dtype=torch.int64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(_world_size())]
@@ -847,7 +859,7 @@ class _OutputMonitor:
         for name, of_ranks in zip(self._names, zip(*(table.tolist() for table in gathered))):  # device sync
             widths = {width for _, width in of_ranks if width}
             if len(widths) > 1:
-                raise ValueError(f"module {name!r} has outputs of different width on different ranks: {widths}")
+                raise ValueError(f"module {name!r} has outputs of different width on the ranks: {widths}")
             together.append((sum(rows for rows, _ in of_ranks), max(widths, default=0)))
         return together
 
@@ -862,38 +874,41 @@ class _OutputMonitor:
 
 
 def _features(output: Any) -> torch.Tensor | None:
-    """The feature tensor in what a module returned: itself, its .feat, the "feat" of a dict, or the first inside."""
+    """The feature tensor in a module's output: itself, its .feat, a dict's "feat", or the first inside."""
     if isinstance(output, torch.Tensor):
         return output.detach() if output.is_floating_point() else None
     feat = output.get("feat") if isinstance(output, Mapping) else getattr(output, "feat", None)
     if isinstance(feat, torch.Tensor):
         return feat.detach()
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (list, tuple)) else ()
-    return next((found for found in map(_features, values) if found is not None), None)
+    inside = output if isinstance(output, (list, tuple)) else ()
+    inside = output.values() if isinstance(output, Mapping) else inside
+    return next((found for found in map(_features, inside) if found is not None), None)
 
 
 def _rows(name: str, features: torch.Tensor | None, channel_dim: int) -> torch.Tensor:
     """Features (..., C), or with the channels elsewhere, as (tokens, C)."""
     if features is None or features.dim() == 0:
-        raise ValueError(f"module {name!r}: its output holds no feature tensor; wanted a floating-point tensor (..., C),"
-                         f" a tuple, a dict or an object with .feat that has one")
+        raise ValueError(f"module {name!r}: its output holds no feature tensor; wanted a floating-point tensor"
+                         f" (..., C), or a tuple, a dict or an object with .feat that has one")
     return features.movedim(channel_dim, -1).reshape(-1, features.shape[channel_dim])
 
 
 class FeatureStdMonitor(_OutputMonitor):
     """Whether features collapse: standard deviations and effective rank of modules' outputs, over all tokens.
 
-    The tokens of a step are those of all its micro-batches and views, on all ranks, each with the same weight.
-    global is the standard deviation of all values together; channel_* are over the channels' own ones (population
-    form, so one token has 0). effective_rank is exp(entropy of the shares of variance along the principal axes):
-    1 = all on one line, C = all directions alike, 0 = all tokens the same (Roy and Vetterli, 2007, with variances).
+    The tokens of a step are those of all its micro-batches and views, on all ranks, each with the same
+    weight. global is the standard deviation of all values together; channel_* are over the channels' own ones
+    (population form, so one token has 0). effective_rank is exp(entropy of the shares of variance along the
+    principal axes): 1 = all on one line, C = all directions alike, 0 = all tokens the same (Roy and Vetterli,
+    2007, with variances).
 
-    modules: names or patterns; * stays within a part of a dotted name, ** crosses dots. Default: the student's and
-    teacher's backbones. track_channels: channels/<i> as well, the first 256. channel_dim: where the channels are,
-    -1 = last. effective_rank: False saves a C x C matrix and its eigenvalues, which is much from C = 1,000 on.
+    modules: names or patterns; * stays within a part of a dotted name, ** crosses dots. Default: the
+    student's and teacher's backbones. track_channels: channels/<i> as well, the first 256. channel_dim: where
+    the channels are, -1 = last. effective_rank: False saves a C x C matrix and its eigenvalues, which is much
+    from C = 1,000 on.
 
-    emits: feature_std/*. costs: on log steps float64 sums over the outputs, with several ranks three collectives and
-    a device sync. On other steps one Python call per watched forward.
+    emits: feature_std/*. costs: on log steps float64 sums over the outputs, with several ranks three
+    collectives and a device sync. On other steps one Python call per watched forward.
     """
 
     emits = {"feature_std/<module>/global": "std", "feature_std/<module>/channel_mean": "std",
@@ -909,7 +924,8 @@ class FeatureStdMonitor(_OutputMonitor):
         self.track_channels = track_channels
         self.channel_dim = channel_dim
         self.effective_rank = effective_rank
-        self._moments: dict[str, tuple] = {}  # name -> (tokens, mean (C,), scatter (C, C) or its diagonal (C,))
+        # name -> (tokens, mean (C,), scatter around it (C, C), or only its diagonal (C,))
+        self._moments: dict[str, tuple] = {}
 
     def _has_seen(self, name):
         return name in self._moments
@@ -954,12 +970,13 @@ class FeatureStdMonitor(_OutputMonitor):
                     for m, (_, width) in zip(local, sizes)]
             packed = torch.cat(sums)
             dist.all_reduce(packed)
-            means = [part / max(rows, 1) for part, (rows, _) in zip(packed.split([w for _, w in sizes]), sizes)]
+            parts = packed.split([width for _, width in sizes])
+            means = [part / max(rows, 1) for part, (rows, _) in zip(parts, sizes)]
             scatters = []
             for m, mean, (_, width) in zip(local, means, sizes):
-                nothing = torch.zeros((width, width) if self.effective_rank else width, dtype=wide, device=device)
-                around = (0, mean, nothing)
-                scatters.append(_shift_scatter(m, mean).to(device) if m else around[2])
+                shape = (width, width) if self.effective_rank else (width,)
+                nothing = torch.zeros(shape, dtype=wide, device=device)
+                scatters.append(_shift_scatter(m, mean).to(device) if m else nothing)
             packed = torch.cat([scatter.flatten() for scatter in scatters])
             dist.all_reduce(packed)
             parts = packed.split([scatter.numel() for scatter in scatters])
@@ -967,11 +984,12 @@ class FeatureStdMonitor(_OutputMonitor):
                 in zip(self._names, sizes, means, parts, scatters)}
 
     def _statistics(self, prefix: str, num_tokens: int, mean: torch.Tensor, scatter: torch.Tensor) -> dict:
-        squares = scatter.diagonal() if self.effective_rank else scatter  # (C,): sums of squares around the mean
+        # (C,): sums of squares around the mean
+        squares = scatter.diagonal() if self.effective_rank else scatter
         std = (squares / num_tokens).sqrt()
         spread = num_tokens * (mean - mean[0] - (mean - mean[0]).mean()).square().sum()
-        found = {"global": ((squares.sum() + spread) / (num_tokens * len(mean))).sqrt(), "channel_mean": std.mean(),
-                 "channel_min": std.min(), "channel_max": std.max()}
+        found = {"global": ((squares.sum() + spread) / (num_tokens * len(mean))).sqrt(),
+                 "channel_mean": std.mean(), "channel_min": std.min(), "channel_max": std.max()}
         if self.effective_rank:
             found["effective_rank"] = _effective_rank(scatter)
         if self.track_channels:
@@ -1008,13 +1026,14 @@ def _effective_rank(scatter: torch.Tensor) -> torch.Tensor:
 class PrototypeUsageLogger(_OutputMonitor):
     """How many prototypes the heads use: each token counts for the prototype of its largest output.
 
-    Counts are over the tokens of all micro-batches, views and ranks. used is the number of prototypes with at least one
-    token, perplexity = exp(entropy of the shares): 1 = all tokens on one prototype, K = all prototypes alike.
-    Tokens with a NaN are left out; without any token entropy, perplexity and tokens_per_used are NaN.
+    Counts are over the tokens of all micro-batches, views and ranks. used is the number of prototypes with at
+    least one token, perplexity = exp(entropy of the shares): 1 = all tokens on one prototype, K = all
+    prototypes alike. Tokens with a NaN are left out; without any token entropy, perplexity and
+    tokens_per_used are NaN.
 
     modules: as in FeatureStdMonitor; default: the student's and teacher's heads, whose outputs are (..., K).
-    emits: prototypes/*. costs: on log steps an argmax over the outputs, with several ranks two collectives and a
-    device sync. On other steps one Python call per watched forward.
+    emits: prototypes/*. costs: on log steps an argmax over the outputs, with several ranks two collectives
+    and a device sync. On other steps one Python call per watched forward.
     """
 
     emits = {"prototypes/<module>/used": "prototypes", "prototypes/<module>/unused_percent": "per cent",
@@ -1058,33 +1077,33 @@ class PrototypeUsageLogger(_OutputMonitor):
             sizes = self._exchange_sizes([(0, len(c)) if c is not None else (0, 0) for c in local], state)
             widths = [width for _, width in sizes]
             device = _exchange_device(state.device)
-            packed = torch.cat([c.to(device) if c is not None else torch.zeros(width, dtype=torch.int64, device=device)
-                                for c, width in zip(local, widths)])
+            nothing = [torch.zeros(width, dtype=torch.int64, device=device) for width in widths]
+            packed = torch.cat([zeros if c is None else c.to(device) for c, zeros in zip(local, nothing)])
             dist.all_reduce(packed)
         return {name: part for name, part in zip(self._names, packed.split(widths)) if len(part)}
 
 
 class LogitEntropyLogger:
-    """Entropy of the softmax of logits, in nats: mean over the rows of the step's last micro-batch on this rank.
+    """Entropy of the softmax of logits, in nats: mean over the rows of this rank's last micro-batch.
 
-    normalized is entropy / log K: 0 = every row is sure, 1 = every row is uniform. Logits of -inf have probability
-    0, half precision is computed in float32.
+    normalized is entropy / log K: 0 = every row is sure, 1 = every row is uniform. Logits of -inf have
+    probability 0, half precision is computed in float32.
 
-    logits_key: which of the model's outputs, (..., K). temperature: a number that divides the logits, or the path of an
-    attribute of the model that holds it ("teacher_temperature", "loss.temperature").
-    emits: entropy/*. costs: one softmax over the logits on log steps, which are all steps by default; no collective,
-    no device sync of its own.
+    logits_key: which of the model's outputs, (..., K). temperature: a number that divides the logits, or the
+    path of an attribute of the model that holds it ("teacher_temperature", "loss.temperature").
+    emits: entropy/*. costs: one softmax over the logits on log steps, which are all steps by default; no
+    collective, no device sync of its own.
     """
 
-    emits = {"entropy/mean": "nats", "entropy/normalized": "share of log K", "entropy/temperature": "temperature"}
+    emits = {"entropy/mean": "nats", "entropy/normalized": "share of log K", "entropy/temperature": "factor"}
 
     def __init__(self, log_frequency: int = 1, logits_key: str = "logits", temperature: float | str = 1.0,
                  prefix: str = "entropy"):
         self.log_frequency = _check_period(self, log_frequency)
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if not (isinstance(temperature, str) and temperature or is_number and 0 < temperature < math.inf):
-            raise ValueError(f"LogitEntropyLogger: temperature is {temperature!r}; wanted a number above 0, or the path"
-                             f" of an attribute of the model")
+            raise ValueError(f"LogitEntropyLogger: temperature is {temperature!r}; wanted a number above 0, or"
+                             f" the path of an attribute of the model")
         self.logits_key = logits_key
         self.temperature = temperature
         self.prefix = prefix
@@ -1102,9 +1121,9 @@ class LogitEntropyLogger:
         if not isinstance(logits, torch.Tensor) or logits.dim() == 0:
             if not self._has_warned:
                 self._has_warned = True
-                keys = [key for key, value in outputs.items() if isinstance(value, torch.Tensor) and value.dim()]
-                logger.warning("LogitEntropyLogger logs nothing: the model's outputs have no tensor (..., K) %r%s; they"
-                               " have %s", self.logits_key, _nearest(self.logits_key, keys), _quote(keys))
+                keys = [key for key, value in dict(outputs).items() if getattr(value, "ndim", 0)]
+                logger.warning("LogitEntropyLogger logs nothing: the model's outputs have no tensor (..., K) %r%s;"
+                               " they have %s", self.logits_key, _nearest(self.logits_key, keys), _quote(keys))
             return None
         if not logits.numel():
             return None
@@ -1118,7 +1137,8 @@ class LogitEntropyLogger:
             probabilities = torch.softmax(block.float() / temperature, dim=-1)
             total += torch.special.entr(probabilities).sum()
         entropy = (total / len(rows)).clamp(0, math.log(num_classes))  # rounding must not leave the range
-        return {f"{self.prefix}/mean": entropy, f"{self.prefix}/normalized": entropy / (math.log(num_classes) or 1.0),
+        return {f"{self.prefix}/mean": entropy,
+                f"{self.prefix}/normalized": entropy / (math.log(num_classes) or 1.0),  # one class: 0
                 f"{self.prefix}/temperature": temperature}
 
 
@@ -1128,12 +1148,13 @@ def _attribute(model: Any, path: str) -> Any:
     for part in path.split("."):
         if not hasattr(found, part):
             known = [name for name in dir(found) if not name.startswith("_")]
-            raise ValueError(f"temperature: {type(model).__name__} has no attribute {path!r}: {type(found).__name__} has"
-                             f" no {part!r}{_nearest(part, known)}")
+            raise ValueError(f"temperature: {type(model).__name__} has no attribute {path!r}:"
+                             f" {type(found).__name__} has no {part!r}{_nearest(part, known)}")
         found = getattr(found, part)
     is_number = isinstance(found, numbers.Real) or isinstance(found, torch.Tensor) and found.numel() == 1
     if not is_number:
-        raise ValueError(f"temperature: {path!r} of {type(model).__name__} is {type(found).__name__}; wanted a number")
+        raise ValueError(f"temperature: {path!r} of {type(model).__name__} is {type(found).__name__};"
+                         f" wanted a number")
     return found
 
 
@@ -1141,26 +1162,31 @@ def _attribute(model: Any, path: str) -> Any:
 
 
 class ResourceUtilizationLogger:
-    """CPU, memory and GPUs of the job. A thread samples once a second; on log steps the latest sample is taken.
+    """CPU, memory and GPUs of the job: a thread samples once a second, log steps take the latest sample.
 
-    Host figures come from local rank 0 of each host: mean over the hosts, and <key>_max when there are several. In
-    a container its limits (cgroup v1 and v2: CPU quota, CPU set, memory) stand for the host's. GPU figures are those
-    of the GPUs that the run's ranks use, found by UUID or PCI address: mean, and <key>_max. gpu<i> is rank i's GPU.
-    What a device or system does not support is absent, never 0. throttled is 1 when heat or a power brake slows the
-    GPU down. Seen from a container without the host's process ids, gpu_mem_mb of a process is absent.
+    Host figures come from local rank 0 of each host: mean over the hosts, and <key>_max when there are
+    several. In a container its limits (cgroup v1 and v2: CPU quota, CPU set, memory) stand for the host's.
+    GPU figures are those of the GPUs that the run's ranks use, found by UUID or PCI address: mean, and
+    <key>_max. gpu<i> is rank i's GPU. What a device or system does not support is absent, never 0. throttled
+    is 1 when heat or a power brake slows the GPU down. Seen from a container without the host's process ids,
+    gpu_mem_mb of a process is absent.
 
     per_process: figures of each rank's process. cpu_percent (100 = one core), rss_mb and pss_mb are with its
-    data-loader workers; pss_mb counts shared pages once. Reading it walks the page tables: in the thread, but not free.
-    emits: system/*. costs: no device sync; with several ranks one all-gather of 20 numbers each on log steps when there
-    are GPUs or per_process is set, else no collective.
+    data-loader workers; pss_mb counts shared pages once. Reading it walks the page tables: in the thread, but
+    not free.
+    emits: system/*. costs: no device sync; with several ranks one all-gather of 20 numbers each on log steps
+    when there are GPUs or per_process is set, else no collective.
     """
 
     emits = {
         "system/cpu_percent": "per cent of the host's or container's CPUs", "system/ram_used_mb": "MB",
-        "system/ram_percent": "per cent", "system/gpu_util_percent": "per cent of the time, mean over GPUs",
-        "system/gpu_util_percent_max": "per cent, busiest GPU", "system/gpu_mem_used_mb": "MB, mean over GPUs",
-        "system/gpu_mem_used_mb_max": "MB, fullest GPU", "system/gpu<i>/util_percent": "per cent",
-        "system/gpu<i>/mem_used_mb": "MB", "system/gpu<i>/power_w": "W", "system/gpu<i>/temp_c": "degrees Celsius",
+        "system/ram_percent": "per cent", "system/cpu_percent_max": "busiest host",
+        "system/ram_used_mb_max": "fullest host", "system/ram_percent_max": "fullest host",
+        "system/gpu_util_percent": "per cent of the time, mean over GPUs",
+        "system/gpu_util_percent_max": "per cent, busiest GPU",
+        "system/gpu_mem_used_mb": "MB, mean over GPUs", "system/gpu_mem_used_mb_max": "MB, fullest GPU",
+        "system/gpu<i>/util_percent": "per cent", "system/gpu<i>/mem_used_mb": "MB",
+        "system/gpu<i>/power_w": "W", "system/gpu<i>/temp_c": "degrees Celsius",
         "system/gpu<i>/throttled": "0 or 1", "system/rank<r>/cpu_percent": "per cent of one core",
         "system/rank<r>/rss_mb": "MB", "system/rank<r>/pss_mb": "MB", "system/rank<r>/gpu_mem_mb": "MB",
         "system/rank<r>/torch_allocated_mb": "MB", "system/rank<r>/torch_reserved_mb": "MB",
@@ -1174,7 +1200,7 @@ class ResourceUtilizationLogger:
     def __init__(self, log_frequency: int = 10, log_per_gpu: bool = False, per_process: bool = False,
                  sample_s: float = 1.0, span: Callable | None = None):
         self.log_frequency = _check_period(self, log_frequency)
-        if isinstance(sample_s, bool) or not isinstance(sample_s, (int, float)) or not 0 < sample_s < math.inf:
+        if not isinstance(sample_s, (int, float)) or isinstance(sample_s, bool) or not 0 < sample_s < 1e6:
             raise ValueError(f"ResourceUtilizationLogger: sample_s is {sample_s!r}; wanted seconds above 0")
         try:
             import psutil  # noqa: F401
@@ -1185,10 +1211,11 @@ class ResourceUtilizationLogger:
         self.sample_s = sample_s
         self._span = span or _NoSpan()
         self._thread = None
-        self._latest: dict[str, float] = {}  # "host/cpu_percent", "gpu/power_w", "process/rss_mb", ... -> number
+        self._latest: dict[str, float] = {}  # the thread's figures: "host/cpu_percent", "gpu/power_w", ...
 
     def before_train(self, state):
         self._device = torch.device(getattr(state, "device", "cpu"))
+        self._rank = getattr(state, "rank", 0)
         has_host = getattr(state, "local_rank", 0) == 0
         self._sources = [("host", HostUsage())] if has_host else []
         if self._device.type != "cpu":
@@ -1237,7 +1264,8 @@ class ResourceUtilizationLogger:
                                                       ("process", self._process)) for name in group]
         with self._span("ResourceUtilizationLogger.gather", sync=True) as span:
             device = _exchange_device("cpu", self._device)
-            vector = torch.tensor([mine.get(name, math.nan) for name in names], dtype=torch.float64, device=device)
+            values = [mine.get(name, math.nan) for name in names]
+            vector = torch.tensor(values, dtype=torch.float64, device=device)
             gathered = [torch.empty_like(vector) for _ in range(_world_size())]
             span.ready()
             dist.all_gather(gathered, vector)
@@ -1261,7 +1289,8 @@ class ResourceUtilizationLogger:
             found.update((f"system/gpu{rank}/{name}", row[f"gpu/{name}"]) for rank, row in gpus.items()
                          for name in self._gpu if f"gpu/{name}" in row)
         if self.per_process:
-            found.update((f"system/rank{rank}/{name}", row[f"process/{name}"]) for rank, row in enumerate(table)
+            ranks = list(enumerate(table)) if len(table) > 1 else [(self._rank, table[0])]
+            found.update((f"system/rank{rank}/{name}", row[f"process/{name}"]) for rank, row in ranks
                          for name in self._process if f"process/{name}" in row)
         return found
 
@@ -1297,7 +1326,7 @@ class HostUsage:
 
     @staticmethod
     def _cpu_seconds(limits: dict) -> tuple[float, float]:
-        """CPU seconds used so far, and those that could have been: under a quota its cores, else the CPUs there are."""
+        """CPU seconds used so far, and those there were: of the quota's cores, else of the CPUs there are."""
         import psutil
         if "cpu_cores" in limits and "cpu_used_s" in limits:
             return limits["cpu_used_s"], time.monotonic() * limits["cpu_cores"]
@@ -1311,10 +1340,10 @@ class HostUsage:
 
 
 def read_cgroup(root: Any = "/sys/fs/cgroup", membership: Any = "/proc/self/cgroup") -> dict:
-    """This process's limits from cgroup v1 or v2, the tightest on the way up; without one its keys are absent.
+    """This process's limits from cgroup v1 or v2, the tightest on the way up; a key without limit is absent.
 
-    memory_bytes and memory_used_bytes (without page cache that can go at once), cpu_cores (quota) and cpu_used_s,
-    cpus (a set of CPU numbers).
+    memory_bytes and memory_used_bytes (without page cache that can go at once), cpu_cores (quota) and
+    cpu_used_s, cpus (a set of CPU numbers).
     """
     found: dict[str, Any] = {}
     for line in (_read_text(membership) or "").splitlines():
@@ -1325,8 +1354,8 @@ def read_cgroup(root: Any = "/sys/fs/cgroup", membership: Any = "/proc/self/cgro
                 _read_cgroup_memory(found, base, path, "memory.max", "memory.current", "inactive_file")
                 _read_cgroup_cpu(found, base, path)
         if "memory" in names:
-            _read_cgroup_memory(found, Path(root, "memory"), path, "memory.limit_in_bytes", "memory.usage_in_bytes",
-                                "total_inactive_file")
+            _read_cgroup_memory(found, Path(root, "memory"), path, "memory.limit_in_bytes",
+                                "memory.usage_in_bytes", "total_inactive_file")
         if "cpu" in names or "cpuset" in names:
             for base in (Path(root, controllers), Path(root, names[0])):
                 _read_cgroup_cpu(found, base, path)
@@ -1334,7 +1363,7 @@ def read_cgroup(root: Any = "/sys/fs/cgroup", membership: Any = "/proc/self/cgro
 
 
 def _cgroup_levels(base: Path, path: str) -> list[Path]:
-    """The group's folder and those above it; in a container the path can be the host's: then the mount itself."""
+    """The group's folder and those above it, that exist: in a container the path can be the host's."""
     own = Path(base, path.lstrip("/"))
     return [level for level in (own, *own.parents) if level.is_relative_to(base) and level.is_dir()]
 
@@ -1395,13 +1424,14 @@ class GpuUsage:
             self._warn(f"no figures of {device}: {type(error).__name__}: {error}")
 
     def _find_handle(self) -> Any:
-        """By UUID, as CUDA_VISIBLE_DEVICES may have renumbered the devices; by PCI address where that is unknown."""
+        """By UUID, since CUDA_VISIBLE_DEVICES renumbers devices; by PCI address where that is unknown."""
         properties = torch.cuda.get_device_properties(self._device)
         # A MIG instance has a UUID of its own, with another prefix.
-        ways = [(self._nvml.nvmlDeviceGetHandleByUUID, f"{prefix}-{properties.uuid}") for prefix in ("GPU", "MIG")
-                if getattr(properties, "uuid", None)]
+        ways = [(self._nvml.nvmlDeviceGetHandleByUUID, f"{prefix}-{properties.uuid}")
+                for prefix in ("GPU", "MIG") if getattr(properties, "uuid", None)]
         if getattr(properties, "pci_bus_id", None) is not None:
-            address = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
+            domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+            address = f"{domain:08X}:{bus:02X}:{slot:02X}.0"
             ways.append((self._nvml.nvmlDeviceGetHandleByPciBusId, address))
         for way, name in ways:
             try:
@@ -1411,7 +1441,7 @@ class GpuUsage:
         raise LookupError(f"NVML knows none of {[name for _, name in ways]}")
 
     def sample(self) -> dict[str, float]:
-        """util_percent, mem_used_mb, power_w, temp_c, throttled, own_mem_mb (this process), id (of the GPU)."""
+        """util_percent, mem_used_mb, power_w, temp_c, throttled, own_mem_mb (of this process), id (GPU's)."""
         if self._handle is None:
             return {}
         nvml, handle = self._nvml, self._handle
@@ -1458,7 +1488,7 @@ class ProcessUsage:
         self._before: tuple | None = None  # (monotonic seconds, {pid: CPU seconds})
 
     def sample(self) -> dict[str, float]:
-        """cpu_percent since the last sample (absent in the first), rss_mb, pss_mb (absent where unknown), torch_*_mb."""
+        """cpu_percent since the last sample (absent in the first), rss_mb, pss_mb, torch_*_mb."""
         import psutil
         now, cpu_s, rss_bytes, pss_bytes = time.monotonic(), {}, 0, 0
         me = psutil.Process()
@@ -1485,7 +1515,7 @@ class ProcessUsage:
 
 
 def _pss_bytes(pid: int) -> int:
-    """Proportional set size: a page that n processes share counts 1/n in each. 0 where the system does not say."""
+    """Proportional set size: a page that n processes share counts 1/n in each. 0 where it is not known."""
     match = re.search(r"^Pss:\s+(\d+) kB", _read_text(f"/proc/{pid}/smaps_rollup") or "", re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
@@ -1494,26 +1524,28 @@ def _pss_bytes(pid: int) -> int:
 
 
 class RuntimeProfiler:
-    """A torch.profiler trace of a few steps, for Perfetto, and its top operators and kernels as a table in the log.
+    """A torch.profiler trace of a few steps, for Perfetto; top operators and kernels as a table in the log.
 
-    start_step is the first step in the trace, active the number of steps in it; the profiler runs for warmup steps
-    before that. ranks: which ranks record, or "all". memory: allocations too, with the memory timeline as a counter
-    track in the trace, and on CUDA an allocator snapshot (<trace>.memory.pickle, for pytorch.org/memory_viz).
+    start_step is the first step in the trace, active the number of steps in it; the profiler runs for warmup
+    steps before that. ranks: which ranks record, or "all". memory: allocations too, with the memory timeline
+    as a counter track in the trace, and on CUDA an allocator snapshot (<trace>.memory.pickle, for
+    pytorch.org/memory_viz).
 
     A run that ends inside the window keeps what was recorded; one that ends before it says so.
-    emits: nothing; files profiler/<run>-rank<N>-step<S>.json.gz. costs: steps of the window are slower, and its last one
-    waits while the trace is written; nothing before and after. Memory grows with active (at most 100) until then.
+    emits: nothing; files profiler/<run>-rank<N>-step<S>.json.gz. costs: steps of the window are slower, and
+    its last one waits while the trace is written; nothing before and after. Memory grows with active (at most
+    100) until then.
     """
 
     emits: dict[str, str] = {}
 
-    def __init__(self, start_step: int = 10, warmup: int = 2, active: int = 3, ranks: Any = (0,), memory: bool = False,
-                 with_stack: bool = False, record_shapes: bool = True):
-        for name, value, low, high in (("start_step", start_step, 1, math.inf), ("warmup", warmup, 0, math.inf),
-                                       ("active", active, 1, 100)):
+    def __init__(self, start_step: int = 10, warmup: int = 2, active: int = 3, ranks: Any = (0,),
+                 memory: bool = False, with_stack: bool = False, record_shapes: bool = True):
+        limits = {"start_step": (start_step, 1, 10**9), "warmup": (warmup, 0, 1000), "active": (active, 1, 100)}
+        for name, (value, low, high) in limits.items():
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"RuntimeProfiler: {name} is {value!r}; wanted a whole number of steps from {low}"
-                                 + (f" to {high}" if high < math.inf else " on"))
+                raise ValueError(f"RuntimeProfiler: {name} is {value!r}; wanted a whole number of steps, {low} to"
+                                 f" {high:,}")
         is_list = isinstance(ranks, (list, tuple)) and all(type(rank) is int and rank >= 0 for rank in ranks)
         if ranks != "all" and not (is_list and ranks):
             raise ValueError(f"RuntimeProfiler: ranks is {ranks!r}; wanted a list as [0, 3], or all")
@@ -1531,8 +1563,8 @@ class RuntimeProfiler:
         self._is_done = self.ranks != "all" and getattr(state, "rank", 0) not in self.ranks
         max_steps = getattr(state, "max_steps", None)
         if not self._is_done and max_steps is not None and max_steps < self.start_step + self.active - 1:
-            logger.warning("RuntimeProfiler: the run has %d steps, its window is steps %d to %d: start_step or active is"
-                           " too large", max_steps, self.start_step, self.start_step + self.active - 1)
+            logger.warning("RuntimeProfiler: the run has %d steps, the window is steps %d to %d: start_step or"
+                           " active is too large", max_steps, self.start_step, self.start_step + self.active - 1)
 
     def before_step(self, state):
         if self._is_done:
@@ -1554,8 +1586,8 @@ class RuntimeProfiler:
         if self._profile is not None:
             self._finish(state)
         elif not self._is_done:
-            logger.warning("RuntimeProfiler: the run ended at step %s, before its window began at step %d: no trace",
-                           getattr(state, "step", None), self.start_step - self.warmup)
+            logger.warning("RuntimeProfiler: the run ended at step %s, before its window began at step %d:"
+                           " no trace", getattr(state, "step", None), self.start_step - self.warmup)
 
     def _start(self, state) -> None:
         self._device = torch.device(getattr(state, "device", "cpu"))
@@ -1568,16 +1600,16 @@ class RuntimeProfiler:
         warmup = max(self.start_step - state.step, 0)
         schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=self.active, repeat=1)
         self._profile = torch.profiler.profile(
-            activities=activities, schedule=schedule, record_shapes=self.record_shapes, profile_memory=self.memory,
-            with_stack=self.with_stack)
+            activities=activities, schedule=schedule, record_shapes=self.record_shapes,
+            profile_memory=self.memory, with_stack=self.with_stack)
         self._profile.start()
 
     def _finish(self, state) -> None:
         profile, self._profile, self._is_done = self._profile, None, True
         profile.stop()
         if self._first_active is None:
-            logger.warning("RuntimeProfiler: the run ended at step %s, in the warm-up of its window (steps %d to %d):"
-                           " no trace", state.step, self.start_step, self.start_step + self.active - 1)
+            logger.warning("RuntimeProfiler: the run ended at step %s, in the warm-up of its window (steps %d to"
+                           " %d): no trace", state.step, self.start_step, self.start_step + self.active - 1)
             return
         run = re.sub(r"[^\w.-]+", "-", str(getattr(state, "run", None) or "run"))
         folder = Path(getattr(state, "run_dir", None) or ".", "profiler")
@@ -1622,7 +1654,8 @@ def _profile_table(averages: Any, num_rows: int = 12) -> str:
             continue
         lines.append(f"  {'ms':>10}  {'share':>6}  {'calls':>7}  {title}")
         for time_us, event in sorted(rows, key=lambda row: -row[0])[:num_rows]:
-            lines.append(f"  {time_us / 1000:>10.3f}  {100 * time_us / total:>5.1f}%  {event.count:>7}  {event.key[:80]}")
+            share = 100 * time_us / total
+            lines.append(f"  {time_us / 1000:>10.3f}  {share:>5.1f}%  {event.count:>7}  {event.key[:80]}")
     return "\n".join(lines) or "  nothing was recorded"
 
 
