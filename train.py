@@ -1511,11 +1511,16 @@ def as_outputs(returned: Any) -> dict[str, Any]:
     return dict(outputs)
 
 
-def scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The one-element entries, detached; num_tokens is a count, not a metric."""
-    return {key: value.detach().reshape(()) if isinstance(value, Tensor) else value
-            for key, value in outputs.items() if key != "num_tokens"
-            and (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float)))}
+def scalars(outputs: Mapping[str, Any], vectors: set[str]) -> dict[str, Any]:
+    """The one-element entries, detached. num_tokens is a count, not a metric; vectors are the keys seen with more
+    elements, which stay no metrics in a batch of a single sample."""
+    found = {}
+    for key, value in outputs.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            vectors.add(key)
+        elif isinstance(value, (Tensor, int, float)) and key != "num_tokens" and key not in vectors:
+            found[key] = value.detach().reshape(()) if isinstance(value, Tensor) else value
+    return found
 
 
 class Trainer:
@@ -1528,6 +1533,7 @@ class Trainer:
         self.batches_done = 0  # micro-batches of this epoch that are in the weights
         self.evaluated_at = -1  # step of the last evaluation
         self.call_model: Callable | None = None  # known when the first batch is there
+        self.vectors: set[str] = set()  # keys of outputs that are no metrics
         self.hooks: hooks.HookDispatcher | None = None
         self.metrics: MetricLog | None = None
         self.state = SimpleNamespace(  # what hooks see
@@ -1698,7 +1704,7 @@ class Trainer:
                 events = self.ready_mark.watch(loss, span) if meets else []
                 loss.backward()
                 self.ready_mark.backward_returned(events, state.step)
-            for key, value in scalars(state.outputs).items():
+            for key, value in scalars(state.outputs, self.vectors).items():
                 totals[key] = totals[key] + value if key in totals else value
             if "num_tokens" in state.outputs:
                 state.num_tokens = (state.num_tokens or 0) + int(state.outputs["num_tokens"])
@@ -1819,7 +1825,7 @@ class Trainer:
             batch = to_device(batch, self.world.device)
             with self.autocast():
                 outputs = self.forward(batch)
-            for key, value in scalars(outputs).items() if weight else ():
+            for key, value in scalars(outputs, self.vectors).items() if weight else ():
                 # Summed in double precision on the device; one copy a metric at the end.
                 value = value.double() if isinstance(value, Tensor) else value
                 total, weights = sums.get(key, (0.0, 0))
@@ -1873,13 +1879,15 @@ def leave(world: World) -> None:
 
 @record
 def main() -> None:
-    """A recipe becomes a run."""
-    recipe = RECIPE
-    world, run_dir, attempt = start_run(recipe)
-    with Trainer(recipe, world, run_dir, attempt) as trainer:
-        trainer.build()
-        trainer.train()
-    leave(world)
+    """A recipe becomes a run; a mistake in it one message."""
+    try:
+        world, run_dir, attempt = start_run(RECIPE)
+        with Trainer(RECIPE, world, run_dir, attempt) as trainer:
+            trainer.build()
+            trainer.train()
+        leave(world)
+    except RecipeError as mistaken:
+        local_mistake(mistaken)
 
 
 if __name__ == "__main__":
