@@ -1552,7 +1552,8 @@ class Trainer:
         try:
             if self.hooks is not None:
                 found = self.call_hooks("after_train")
-                self.metrics.add(state.step, state.epoch, found)
+                if found:
+                    self.metrics.add(state.step, state.epoch, found)
         except Exception as hook_error:
             logger.error("%s", hook_error, exc_info=hook_error)
             if error is None:
