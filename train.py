@@ -64,7 +64,7 @@ Positive = Annotated[float, Limit("> 0", lambda x: 0 < x < math.inf)]
 NotNegative = Annotated[float, Limit(">= 0", lambda x: 0 <= x < math.inf)]
 Ratio = Annotated[float, Limit("from 0 to 1", lambda x: 0 <= x <= 1)]
 FolderName = Annotated[str, Limit("without /", lambda name: "/" not in name and name not in ("", ".", ".."))]
-Component = Annotated[dict, Limit("{target: file.py:Name, keyword: value ...}", lambda item: "target" in item)]
+Component = Annotated[dict, Limit("{target: file.py:Name, keyword: value}", lambda item: "target" in item)]
 
 
 class RecipeError(ValueError):
@@ -148,8 +148,8 @@ class Recipe:
     hooks: dict = field(default_factory=lambda: {"IterationTimer": {}, "InformationWriter": {}})  # by name
 
 
-# How a recipe is read: YAML into Written texts (read_yaml), layer over layer (merge), the command line over them
-# (apply_override), all of it to the types above (coerce); then the classes that it names (Components).
+# How a recipe is read: YAML into Written texts (read_yaml), layer over layer (merge), then the command line
+# (apply_override), all of it to the types above (coerce), and the classes that it names (Components).
 
 
 class Written(str):
@@ -227,7 +227,8 @@ def read_yaml(text: str, file: Path | None, key: str = ""):
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line
         tab = "\t" in "".join(text.splitlines()[line:line + 1])
-        raise mistake(source, f"not YAML: {error.problem} (line {line + 1})",
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise mistake(source, f"not YAML: {problem} (line {line + 1})",
                       wanted="spaces instead of tabs" if tab else "") from None
     except yaml.YAMLError as error:
         raise mistake(source, f"not YAML: {' '.join(str(error).split())}") from None
@@ -236,7 +237,7 @@ def read_yaml(text: str, file: Path | None, key: str = ""):
 
 
 def from_node(node, file: Path | None, key: str):
-    """A YAML node as dict, list or Written; `<<: *anchor` merges; a key that is written twice is a mistake."""
+    """A YAML node as dict, list or Written; `<<: *anchor` merges; a key written twice is a mistake."""
     line = node.start_mark.line + 1
     if node.tag not in ("plain", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))):
         raise mistake(key or str(file), f"the tag {node.tag} in line {line} is not supported")
@@ -272,8 +273,9 @@ def read_layers(path: Path, above: tuple = ()) -> list[dict]:
         raise mistake(str(path), "not a recipe: not UTF-8 text") from None
     except OSError as error:
         others = sorted(file.name for file in path.parent.glob("*.y*ml"))
-        problem = f"cannot read the recipe: {error.strerror}"
-        raise mistake(str(path), problem, near=path.name, known=others) from None
+        what = f"the base of {above[-1]}" if above else "the recipe"
+        raise mistake(str(path), f"cannot read {what}: {error.strerror}", wanted="the path of a YAML file",
+                      near=path.name, known=others) from None
     if not isinstance(settings, dict):
         problem = "the recipe is empty" if settings is None else "not a recipe"
         raise mistake(str(path), problem, got=settings, wanted="a mapping with at least model and train_data")
@@ -316,13 +318,12 @@ def hooks_by_name(hooks):
         return hooks
     named: dict = {}
     for index, hook in enumerate(hooks):
-        hook = {"type": hook} if isinstance(hook, str) else hook
-        kind = hook.get("type", hook.get("target")) if isinstance(hook, dict) else None
+        kind = hook.get("type", hook.get("target")) if isinstance(hook, dict) else hook
         if not isinstance(resolve(kind), str):
             raise mistake(f"hooks.{index}", "a hook of no kind", hook, "{type: Name, setting: value, ...}")
         kind = re.split(r"[.:]", kind)[-1]
         taken = sum(name.partition("#")[0] == kind for name in named)
-        named[f"{kind}#{taken + 1}" if taken else kind] = hook
+        named[f"{kind}#{taken + 1}" if taken else kind] = hook if isinstance(hook, dict) else {"type": hook}
     return named
 
 
@@ -358,7 +359,7 @@ def put(node, path: list[str], value, key: str, above: str = ""):
     name, *rest = path
     if isinstance(node, list):
         if not name.isdecimal() or int(name) >= len(node):
-            raise mistake(key, f"{above} has no element {name}", got=node, wanted=f"0 to {len(node) - 1}")
+            raise mistake(key, f"no element {name} in a list of {len(node)}", got=node)
         node = list(node)
         node[int(name)] = put(node[int(name)], rest, value, key, join(above, name))
         return node
@@ -519,7 +520,7 @@ def help_text() -> str:
 def without_effect(recipe: Recipe) -> list[str]:
     """A line for every setting that somebody changed and that does nothing beside the others."""
     defaults, kind, parallel = Recipe({}, {}), recipe.schedule.kind, recipe.parallel
-    tracing = [f"structured_logging.{item.name}" for item in fields(TracingSettings) if item.name != "enabled"]
+    tracing = [f"structured_logging.{name}" for name in vars(recipe.structured_logging) if name != "enabled"]
     rules = [
         (kind != "step", f"schedule.kind is {kind}", ["schedule.step_size", "schedule.gamma"]),
         (kind in ("step", "constant"), f"schedule.kind is {kind}", ["schedule.min_lr_ratio"]),
@@ -538,8 +539,8 @@ def without_effect(recipe: Recipe) -> list[str]:
 def local_mistake(error: RecipeError) -> NoReturn:
     """Say the message once a node, and leave with 2.
 
-    torchrun ends the other ranks of a node as soon as one has left: they wait for that, so that none ends local
-    rank 0 before it has spoken. A rank that is still there after 20 s is alone with its mistake, and says it.
+    torchrun ends the other ranks of a node as soon as one has left: they wait for that, so that none ends
+    local rank 0 before it has spoken. A rank still there after 20 s is alone with its mistake, and says it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
@@ -586,7 +587,7 @@ def folder_of(value) -> Path:
 
 
 def beside(value):
-    """A path, or each of a list, made absolute if something is there in folder_of it; else as it is written."""
+    """A path, or each of a list, made absolute if something is there in folder_of it; else as written."""
     if isinstance(value, list):
         return [beside(item) for item in value]
     if not isinstance(value, Written) or not isinstance(resolve(value), str):
@@ -607,7 +608,7 @@ def find_target(target, key: str) -> str:
         return f"{path}:{name}"
     if not colon and all(names) and module.isidentifier() and names and find_spec(module):
         return str(target)
-    name = name if colon else names[-1] if names else target
+    name = "Name" if target.endswith(".py") else name if colon else target.rpartition(".")[2]
     known = [f"{found.name}:{name}" for found in sorted(folder_of(target).glob("*.py"))]
     problem = f"no such file: {path}" if colon else "no such module"
     raise mistake(key, problem, target, TARGET, near=target, known=known)
@@ -621,7 +622,7 @@ def locate(target: str, key: str = "target"):
         found = import_file(Path(file)) if colon else importlib.import_module(module)
         for name in names:
             owner = getattr(found, "__name__", "")
-            if not hasattr(found, name) and inspect.ismodule(found) and find_spec(f"{owner}.{name}"):
+            if not hasattr(found, name) and hasattr(found, "__path__") and find_spec(f"{owner}.{name}"):
                 importlib.import_module(f"{owner}.{name}")
             if not hasattr(found, name):
                 raise mistake(key, f"{owner} has no {name}", target, TARGET, name, dir(found))
@@ -727,8 +728,8 @@ def check_hook(name: str, settings) -> dict:
             raise mistake(f"{key}.target", "not a hook", settings["target"],
                           f"a class with a method {' or '.join(hooks.EVENTS)}")
         return checked
-    types = {kind: found for kind, found in vars(hooks).items()
-             if inspect.isclass(found) and any(hasattr(found, event) for event in hooks.EVENTS)}
+    types = {kind: found for kind, found in vars(hooks).items() if not kind.startswith("_")
+             and inspect.isclass(found) and any(hasattr(found, event) for event in hooks.EVENTS)}
     kind = str(settings.get("type", name.partition("#")[0]))
     if kind not in types:
         raise mistake(join(key, "type") if "type" in settings else key, "no such hook", settings.get("type"),
@@ -753,7 +754,7 @@ def build_value(value):
 
 
 def recipe_files(recipe: Recipe) -> dict[Path, str]:
-    """The recipe's target files and what they import from their folders -> where in a launch folder they go."""
+    """The files of the targets and what they import from their folders -> their places in a launch folder."""
     targets: list[str] = []
     map_targets(recipe_to_dict(recipe), targets.append)
     places, folders = {}, {}
