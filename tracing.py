@@ -38,7 +38,7 @@ in a sub-folder for each 256 ranks in jobs of more. Rotation renames to .jsonl.1
     M   header      v, ts, mono_us (the same moment of CLOCK_MONOTONIC), boot_id, rank, local_rank, world_size, node, host,
                     pid, source, worker (data-loader worker's number, a child process's name, null), parent (its pid),
                     run, attempt, heartbeat_s, stall_timeout_s, versions, part (from 0); [continues]: file name of part - 1
-    B   begin       ts, name, [step], [tid], [task], [tags], [sync], [args]
+    B   begin       ts, name, [step], [tid], [task], [tags], [sync: true or "soft"], [args]
     E   end         ts, name, [step], dur, [tid], [task], [tags], [err: "Type: message"]; its begin has ts = ts - dur
     C   scalars     ts, [step], [tid], [task], args: {name: number}
     i   instant     ts, name, [step], [tid], [task], [args]
@@ -75,7 +75,7 @@ from asyncio import _get_running_loop, current_task
 from contextvars import ContextVar
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 __all__ = ["init_structured_logger", "close_structured_logger", "log_trace_span", "log_trace_scalar",
            "log_trace_instant", "set_step", "get_step", "get_relative_step", "add_step_tag", "get_step_tags",
@@ -664,7 +664,7 @@ def _enter(span: _Span) -> _Span:
         step = here.text or everywhere.text
         more = here.tags_text or everywhere.tags_text
         if span.sync:
-            more += ',"sync":true'
+            more += ',"sync":"soft"' if span.sync == "soft" else ',"sync":true'
         if span.args or span.description:
             args = {"description": span.description} if span.description else {}
             more += f',"args":{_json({**args, **(span.args or {})})}'
@@ -729,11 +729,12 @@ _OFF_ENTER, _OFF_EXIT = _Span.__enter__, _Span.__exit__
 _spans_off: Dict[str, _Span] = {}   # while off, one span a name is enough: they are re-entrant
 
 
-def log_trace_span(name: str, description: Optional[str] = None, sync: bool = False,
+def log_trace_span(name: str, description: Optional[str] = None, sync: Union[bool, str] = False,
                    args: Optional[Dict[str, Any]] = None, stacklevel: int = 2) -> _Span:
     """Time a block or, as a decorator, each call of a function; the begin is on disk before the block starts.
 
-    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done.
+    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done. "soft": some wait
+    for one, as in a broadcast, and nobody waits for all.
     description and args are written with the begin; stacklevel: one more for each helper of yours in between.
     """
     if _tracer is None and args is None and description is None and not sync:
@@ -748,9 +749,11 @@ def log_trace_span(name: str, description: Optional[str] = None, sync: bool = Fa
     return span
 
 
-def log_trace_scalar(scalars: Dict[str, float], *, stacklevel: int = 2) -> None:
-    """Write numbers of the current step in one record. NumPy's and torch's scalars will do; what is no number is skipped
-    with one warning."""
+def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, stacklevel: int = 2) -> None:
+    """Write numbers of the current step, or of an earlier one that they belong to, in one record.
+
+    NumPy's and torch's scalars will do; what is no number is skipped with one warning.
+    """
     tracer = _tracer
     if tracer is None or _is_compiling():
         return
@@ -773,9 +776,10 @@ def log_trace_scalar(scalars: Dict[str, float], *, stacklevel: int = 2) -> None:
             where = ""
             if get_ident() != tracer.main_ident or _get_running_loop() is not None:
                 where = tracer.thread_text()
-            step = _step_here.get().text or _step_everywhere.text
+            step_text = f',"step":{_json(step)}' if step is not None else (
+                _step_here.get().text or _step_everywhere.text)
             now_us = tracer.last_us = (monotonic_ns() + tracer.offset_ns) // 1000
-            line = f'{{"ph":"C","ts":{now_us}{step}{where},"args":{{{",".join(parts)}}}}}\n'.encode()
+            line = f'{{"ph":"C","ts":{now_us}{step_text}{where},"args":{{{",".join(parts)}}}}}\n'.encode()
             tracer.write(new + line if new else line)
     except Exception as error:
         tracer.failed(error)
@@ -1162,18 +1166,21 @@ def _at_exit() -> None:
 
 def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = None, enable: bool = True, *,
                            max_file_size_mb: float = 128, backup_count: int = 3, heartbeat_s: float = 5,
-                           stall_timeout_s: float = 120, trace_workers: Optional[bool] = None) -> None:
+                           stall_timeout_s: float = 120, trace_workers: Optional[bool] = None,
+                           run: Optional[str] = None, attempt: Optional[int] = None) -> None:
     """Start this process's trace in output_dir; a second call with the same arguments is quiet.
 
     source: what the process is ("training"), part of the file's name. rank: if the launcher's variables do not tell.
     max_file_size_mb, backup_count: a full file is renamed to .1, and so many older ones are kept. heartbeat_s,
     stall_timeout_s: 0 switches off. trace_workers: data-loader workers and other forked children; None: up to 64 ranks.
+    run, attempt: name of the run and number of its start, where the caller knows better than the launcher's variables.
     Raises ValueError for a setting that makes no sense, or when tracing has begun with others.
     """
     global _tracer, _settings
     settings = {"source": str(source), "output_dir": os.path.abspath(os.fspath(output_dir)), "rank": rank,
                 "enable": bool(enable), "max_file_size_mb": max_file_size_mb, "backup_count": backup_count,
-                "heartbeat_s": heartbeat_s, "stall_timeout_s": stall_timeout_s, "trace_workers": trace_workers}
+                "heartbeat_s": heartbeat_s, "stall_timeout_s": stall_timeout_s, "trace_workers": trace_workers,
+                "run": run, "attempt": attempt}
     _check(settings)
     if _settings is not None and not (_tracer is not None and _tracer.parent is not None and _tracer.fd < 0):
         other = [k for k in settings if settings[k] != _settings[k]]
@@ -1186,6 +1193,7 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
     if not enable:
         return
     who = _identity(rank)
+    who.update({key: value for key, value in (("run", run), ("attempt", attempt)) if value is not None})
     if trace_workers is None:
         settings = {**settings, "trace_workers": who["world_size"] <= WORKERS_UP_TO}
     _tracer = _Tracer(settings, who)
