@@ -16,6 +16,7 @@ reading files, following one process, choosing the run, the numbers, the verdict
 
 import argparse
 import difflib
+import gc
 import gzip
 import heapq
 import json
@@ -128,11 +129,9 @@ def parse_lines(block: bytes, path: str, first_line: int, unreadable: Unreadable
                 bad: str = "no JSON object") -> List[dict]:
     """The records in whole lines: all lines as one JSON array, three times as fast; line by line when that fails."""
     try:
-        lines = block.decode("utf-8").split("\n")
-        if not lines[-1]:
-            lines.pop()
-        records = json.loads("[" + ",".join(lines) + "]")
-        if len(records) == len(lines) and set(map(type, records)) == {dict}:
+        text = block.decode("utf-8").rstrip("\n")
+        records = json.loads("[" + text.replace("\n", ",") + "]")
+        if len(records) == text.count("\n") + 1 and set(map(type, records)) == {dict}:
             return records if "log_type_name" not in records[0] else list(map(from_torchtitan, records))
     except (ValueError, RecursionError):
         pass
@@ -218,12 +217,14 @@ def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str, unreadable: U
     low = -math.inf  # all that was yielded is at most so old
     for line, batch in batches:
         try:
-            keys = list(map(order_of, batch))
+            key = "order" if batch and "order" in batch[0] else "ts"
+            keys = [r[key] for r in batch]
             tidy = keys == sorted(keys)
         except (KeyError, TypeError):
-            usable = [r for r in batch if isinstance(r.get("order", r.get("ts")), (int, float))]
+            usable = with_time_stamps(batch)
             unreadable.add(path, line, "no time stamp", len(batch) - len(usable))
-            batch, tidy = usable, False
+            batch, keys = usable, list(map(order_of, usable))
+            tidy = keys == sorted(keys)
         if not batch:
             continue
         if not tidy or (held and keys[0] < order_of(held[-1])):
@@ -241,6 +242,20 @@ def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str, unreadable: U
         held = batch
     if held:
         yield held
+
+
+def with_time_stamps(records: List[dict]) -> List[dict]:
+    """The records that can be put into order; definitions have no time of their own and stay where they are."""
+    usable, before = [], 0
+    for record in records:
+        if record.get("ph") == "D":
+            record["ts"] = before
+        before = record.get("order", record.get("ts"))
+        if type(before) in (int, float):
+            usable.append(record)
+        else:
+            before = order_of(usable[-1]) if usable else 0
+    return usable
 
 
 def order_of(record: dict) -> float:
@@ -273,14 +288,28 @@ class Rows:
     def __init__(self):
         self.packed: List[tuple] = []
         self.fresh: List[tuple] = []
+        self.own_us: Counter = Counter()  # sums of what is packed, exact
+        self.wait_us = 0
 
     def append(self, step: int, end_us: int, wait_us: int, own_us: Dict[Any, int]) -> None:
         self.fresh.append((step, end_us, wait_us, own_us))
         if len(self.fresh) == self.CHUNK:
             steps, ends, waits, owns = zip(*self.fresh)
-            columns = {phase: pack_seconds([own.get(phase, 0) for own in owns]) for phase in set().union(*owns)}
+            columns = {}
+            for phase in set().union(*owns):
+                values = [own.get(phase, 0) for own in owns]
+                self.own_us[phase] += sum(values)
+                columns[phase] = pack_seconds(values)
+            self.wait_us += sum(waits)
             self.packed.append((pack_integers(steps), pack_integers(ends), pack_seconds(waits), columns))
             self.fresh = []
+
+    def add_own_us(self, own_us: Counter) -> float:
+        """Add each phase's sum to own_us, and return the sum of the waits."""
+        own_us.update(self.own_us)
+        for _, _, _, own in self.fresh:
+            own_us.update(own)
+        return self.wait_us + sum(wait for _, _, wait, _ in self.fresh)
 
     def __len__(self) -> int:
         return len(self.packed) * self.CHUNK + len(self.fresh)
@@ -302,8 +331,13 @@ def pack_integers(values: Sequence[int]) -> Tuple[int, Sequence[int]]:
                       [v - low for v in values])
 
 
+SECONDS_MAX = 65504  # of a half-precision number
+
+
 def pack_seconds(values_us: Sequence[float]) -> bytes:
-    return struct.pack(f"<{len(values_us)}e", *[min(max(v * 1e-6, 0.0), 65504.0) for v in values_us])
+    if min(values_us) < 0 or max(values_us) > SECONDS_MAX * 1e6:
+        values_us = [min(max(v, 0), SECONDS_MAX * 1e6) for v in values_us]
+    return struct.pack(f"<{len(values_us)}e", *[v * 1e-6 for v in values_us])
 
 
 def unpack_us(packed: bytes) -> List[float]:
@@ -315,7 +349,7 @@ class Durations:
 
     def __init__(self):
         self.fresh: List[int] = []
-        self.fresh_steps: List[Optional[int]] = []
+        self.fresh_steps: List[int] = []  # -1: none
         self.histogram: Counter = Counter()
         self.max_us, self.max_step, self.max_rank = -1, None, None
 
@@ -327,7 +361,8 @@ class Durations:
         if durations:
             longest = max(durations)
             if longest > self.max_us:
-                self.max_us, self.max_step, self.max_rank = longest, step_of[durations.index(longest)], rank
+                step = step_of[durations.index(longest)]
+                self.max_us, self.max_step, self.max_rank = longest, step if step >= 0 else None, rank
             # The bits of a half-precision number are the bin: Counter does the rest in C.
             self.histogram.update(struct.unpack(f"<{len(durations)}H", pack_seconds(durations)))
         self.fresh, self.fresh_steps = [], []
@@ -364,7 +399,7 @@ class StepRange:
         self.everything = first is None and last is None
 
     def __contains__(self, step: Optional[int]) -> bool:
-        return self.everything or (step is not None and (self.first is None or step >= self.first)
+        return self.everything or (step is not None and step >= 0 and (self.first is None or step >= self.first)
                                    and (self.last is None or step <= self.last))
 
 
@@ -379,6 +414,14 @@ class Stream:
         self.apart: Optional[dict] = None  # the outermost open span that is SET_APART
         self.kept: Dict[Any, int] = {}  # phase: microseconds as the innermost open span
         self.own = self.kept  # what time is added to just now
+
+    def spend(self, ts: int) -> None:
+        """Give the time until ts to the innermost open span."""
+        if self.mark is None:
+            self.mark = ts
+        elif ts > self.mark:
+            self.own[self.key] = self.own.get(self.key, 0) + ts - self.mark
+            self.mark = ts
 
     def reopen(self, stack: List[dict]) -> None:
         """Go on with these open spans."""
@@ -415,10 +458,10 @@ class Process:
         self.errors: List[Dict[str, Any]] = []
         self.instants: Dict[str, dict] = {}  # the last one of each reserved name
         self.beats = self.arrivals = self.since_arrival = self.records = 0
-        self.lost_ends = self.lost_begins = 0
+        self.lost = self.lost_ends = self.lost_begins = 0  # records that the tracer could not write, and what shows it
         self.sites: Dict[str, str] = {}
         self.thread_names: Dict[Any, str] = {}
-        self.first_part_missing = False
+        self.first_part_missing, self.missing_parts, self.next_part = False, 0, 0
 
     # -- reading
 
@@ -447,8 +490,11 @@ class Process:
         at = 1
         while at < len(batch) and batch[at].get("ph") == "B" and is_earlier(batch[at], header):
             at += 1
+        part = header.get("part", number)
+        self.missing_parts += max(part - self.next_part, 0) if isinstance(part, int) else 0
+        self.next_part = part + 1 if isinstance(part, int) else number + 1
         if number == 0:
-            self.first_part_missing = bool(header.get("continues"))
+            self.first_part_missing = self.missing_parts > 0
         known = {(e.get("ts"), e.get("name"), s.tid, s.task): e for s in self.streams.values() for e in s.stack}
         stacks = {where: [] for where in self.streams}
         for entry in batch[1:at]:
@@ -481,70 +527,104 @@ class Process:
         self.last_ts = last_ts if self.last_ts is None else max(self.last_ts, last_ts)
 
     def follow(self, records: Iterator[dict]) -> None:
-        """The inner loop: pair begins with ends, and give every moment to the innermost open span."""
-        main, phases, sink, lossy = self.main, self.phases, self.sink, bool(self.unreadable.entries)
-        for r in records:
-            ph = r["ph"]
-            if ph == "E":
-                name, ts = r["name"], r["ts"]
-                stream = main if "tid" not in r and "task" not in r else self.stream(r)
-                stack = stream.stack
-                if stack and stack[-1]["name"] == name:
-                    entry = stack.pop()
-                else:
-                    entry = self.take_out(stream, r)
-                    if entry is None:
+        """The inner loop. Most spans hold no other record: a begin waits for one record, so that such a span is
+        booked at once, without the stack. Everything else takes the way of begin_span, end_span and other."""
+        main, phases = self.main, self.phases
+        direct = self.sink is None and not self.lossy()
+        step, waiting = self.step, None
+        try:
+            for r in records:
+                ph = r["ph"]
+                if waiting is not None:
+                    begin, waiting = waiting, None
+                    name = begin["name"]
+                    if ph == "E" and len(r) == 5 and r["name"] == name and r["step"] == step:
+                        begin_ts, end_ts, own, key = begin["ts"], r["ts"], main.own, main.key
+                        if begin_ts > main.mark:
+                            own[key] = own.get(key, 0) + begin_ts - main.mark
+                        key = name if main.apart is None else (main.apart["name"], name)
+                        own[key] = own.get(key, 0) + end_ts - begin_ts
+                        main.mark = end_ts
+                        phase = phases.get(name) or self.phase(name)
+                        phase.fresh.append(r["dur"])
+                        phase.fresh_steps.append(step)
                         continue
-                spent = ts - stream.mark
-                stream.mark = ts
-                if "sync" in entry and stream is main:
-                    self.release(entry, ts, spent)
-                elif spent > 0:
-                    own, key = stream.own, stream.key
-                    own[key] = own.get(key, 0) + spent
-                if stream.apart is None:
-                    stream.key = stack[-1]["name"] if stack else ""
+                    self.begin_span(main, begin)
+                    step = self.step
+                if ph == "B":
+                    # Four fields: ph, ts, name, step. No thread, task, tag, argument, sync, or count of lost records.
+                    if direct and len(r) == 4 and "step" in r and r["step"] == step:
+                        waiting = r
+                    else:
+                        self.begin_span(self.stream(r), r)
+                        step = self.step
+                elif ph == "E":
+                    self.end_span(self.stream(r), r)
+                elif ph == "i":
+                    self.instant(self.stream(r), r)
                 else:
-                    stream.apart = None if stream.apart is entry else stream.apart
-                    stream.enter_top()
-                phase = phases.get(name)
-                if phase is None:
-                    phase = phases[name] = Durations()
-                phase.fresh.append(r["dur"] if "dur" in r else ts - entry["ts"])
-                phase.fresh_steps.append(entry.get("step"))
-                if "err" in r or "err" in entry:
-                    self.note_error(entry, r)
-                if sink is not None:
-                    sink.end(stream, entry, r)
-            elif ph == "B":
-                name, ts = r["name"], r["ts"]
-                stream = main if "tid" not in r and "task" not in r else self.stream(r)
-                if stream.mark is None:
-                    stream.mark = ts
-                spent = ts - stream.mark
-                if spent > 0:
-                    own, key = stream.own, stream.key
-                    own[key] = own.get(key, 0) + spent
-                    stream.mark = ts
-                if stream is main:
-                    step = r.get("step", -1)
-                    if step != self.step:
-                        self.next_step(step, ts)
-                if lossy:
-                    self.drop_lost(stream, r)
-                stream.stack.append(r)
-                if stream.apart is not None:
-                    stream.key = (stream.apart["name"], name)
-                else:
-                    stream.key = name
-                    if name in SET_APART:
-                        stream.apart = r
-                if sink is not None:
-                    sink.begin(stream, r)
-            else:
-                self.other(ph, r)
+                    self.other(ph, r)
+        finally:
+            if waiting is not None:
+                self.begin_span(main, waiting)
+
+    def begin_span(self, stream: Stream, r: dict) -> None:
+        name, ts = r["name"], r["ts"]
+        stream.spend(ts)
+        if stream is self.main and r.get("step", -1) != self.step:
+            self.next_step(r.get("step", -1), ts)
+        if "lost" in r:
+            self.lost += r["lost"]
+        if self.lossy():
+            self.drop_lost(stream, r)
+        stream.stack.append(r)
+        if stream.apart is not None:
+            stream.key = (stream.apart["name"], name)
+        else:
+            stream.key = name
+            stream.apart = r if name in SET_APART else None
+        if self.sink is not None:
+            self.sink.begin(stream, r)
+
+    def end_span(self, stream: Stream, r: dict) -> None:
+        name, ts, stack = r["name"], r["ts"], stream.stack
+        if "lost" in r:
+            self.lost += r["lost"]
+        if stack and stack[-1]["name"] == name:
+            entry = stack.pop()
+        else:
+            entry = self.take_out(stream, r)
+            if entry is None:
+                return
+        if "sync" in entry and stream is self.main:
+            # A meeting of ranks is over: what came after `ready`, or all of it, was waiting (and the transfer).
+            self.close_row(stream.key, "ready" in entry, ts, max(ts - stream.mark, 0))
+            stream.mark = ts
+            self.arrivals += 1
+            self.since_arrival = self.records
+        else:
+            stream.spend(ts)
+        stream.apart = None if stream.apart is entry else stream.apart
+        stream.enter_top()
+        phase = self.phases.get(name) or self.phase(name)
+        phase.fresh.append(r["dur"] if "dur" in r else ts - entry["ts"])
+        phase.fresh_steps.append(entry.get("step", -1))
+        if "err" in r or "err" in entry:
+            self.note_error(entry, r)
+        if self.sink is not None:
+            self.sink.end(stream, entry, r)
+
+    def lossy(self) -> bool:
+        """Whether records are missing, so that a span without an end may have ended all the same."""
+        return bool(self.lost or self.unreadable.entries)
+
+    def phase(self, name: str) -> Durations:
+        phase = self.phases[name] = Durations()
+        return phase
 
     def stream(self, r: dict) -> Stream:
+        if "tid" not in r and "task" not in r:
+            return self.main
         where = r.get("tid"), r.get("task")
         stream = self.streams.get(where)
         if stream is None:
@@ -560,12 +640,6 @@ class Process:
             self.first_step = step if self.first_step is None else min(self.first_step, step)
             self.last_step = step if self.last_step is None else max(self.last_step, step)
 
-    def release(self, entry: dict, ts: int, spent: int) -> None:
-        """A meeting of ranks is over: what came after `ready`, or all of it, was waiting (and the transfer)."""
-        self.close_row(self.main.key, "ready" in entry, ts, max(spent, 0))
-        self.arrivals += 1
-        self.since_arrival = self.records
-
     def close_row(self, kind: Any, told_ready: bool, ts: int, wait_us: int) -> None:
         own, self.main.own = self.main.own, {}
         if (own or wait_us) and (self.steps.everything or self.step in self.steps):
@@ -573,18 +647,14 @@ class Process:
             if rows is None:
                 rows = self.rows[kind, told_ready] = Rows()
             rows.append(self.step, ts, wait_us, own)
-            for phase, own_us in own.items():
-                self.own_us[phase] += own_us
-            if wait_us:
-                self.wait_us[kind] += wait_us
 
     def other(self, ph: str, r: dict) -> None:
-        """The rarer records: scalars, instants, errors of torchtitan's spans, definitions, headers."""
+        """The rarer records: scalars, errors of torchtitan's spans, definitions, headers."""
+        if "lost" in r:
+            self.lost += r["lost"]
         if ph == "C":
             if self.sink is not None:
                 self.sink.scalars(r)
-        elif ph == "i":
-            self.instant(r)
         elif ph == "X":
             for entry in reversed(self.stream(r).stack):
                 if entry["name"] == r["name"]:
@@ -600,19 +670,15 @@ class Process:
         else:
             self.unreadable.add(self.parts[-1], 0, f"record of an unknown kind ({ph!r})")
 
-    def instant(self, r: dict) -> None:
+    def instant(self, stream: Stream, r: dict) -> None:
         name, ts = r["name"], r["ts"]
+        if "lost" in r:
+            self.lost += r["lost"]
         if name == "ready":
-            # It may be told from another thread, such as the autograd engine's.
-            own_stream = self.stream(r)
-            for stream in (own_stream, self.main):
-                entry = next((e for e in reversed(stream.stack) if "sync" in e and "ready" not in e), None)
-                if entry is not None:
+            for entry in reversed(stream.stack):
+                if "sync" in entry and "ready" not in entry:
                     entry["ready"] = ts
-                    spent = ts - stream.mark
-                    if spent > 0:
-                        stream.own[stream.key] = stream.own.get(stream.key, 0) + spent
-                        stream.mark = ts
+                    stream.spend(ts)
                     if self.sink is not None:
                         self.sink.ready(stream, entry, ts)
                     break
@@ -623,14 +689,14 @@ class Process:
             if name in ("stacks", "signal", "process_end"):
                 self.instants[name] = r
             if self.sink is not None:
-                self.sink.instant(self.stream(r), r)
+                self.sink.instant(stream, r)
 
     def take_out(self, stream: Stream, r: dict) -> Optional[dict]:
         """The begin of an end that is not the innermost span's: spans cross, or records between them were lost."""
         stack = stream.stack
         for at in range(len(stack) - 1, -1, -1):
             if stack[at]["name"] == r["name"]:
-                while self.unreadable.entries and len(stack) > at + 1:
+                while self.lossy() and len(stack) > at + 1:
                     self.drop_innermost(stream, r["ts"])
                 return stack.pop(at)
         self.lost_begins += 1
@@ -660,14 +726,49 @@ class Process:
         self.errors[-1]["last_ts"] = r["ts"]
 
     def last_stack(self) -> List[str]:
-        """The main thread's frames in the last dump that was written of it, innermost first."""
-        return []
+        """The main thread's frames in the last dump of it, innermost first: file:line:function."""
+        args = (self.instants.get("stacks") or {}).get("args") or {}
+        if self.stacks.last and (self.stacks.signal_at_death or "threads" not in args):
+            return self.stacks.last
+        threads = [t for t in args.get("threads") or [] if isinstance(t, dict)]
+        main = [t for t in threads if t.get("name") == "MainThread"] or threads[:1]
+        return [str(frame) for frame in main[0].get("stack") or []] if main else []
 
     def finish(self) -> None:
         if self.main.mark is not None:
             self.close_row("", False, self.main.mark, 0)
+        for (kind, _), rows in self.rows.items():
+            self.wait_us[kind] += rows.add_own_us(self.own_us)
+        self.stacks = StackFile(self.base, (self.instants.get("stacks") or {}).get("args") or {})
         if self.sink is not None:
             self.sink.finish(self)
+
+
+class StackFile:
+    """The dumps that faulthandler wrote in C: at a signal, at a hang that held the GIL, at a crash in C."""
+
+    DUMP = re.compile(r"^(?:Timeout \(.*|Fatal Python error: .*|(?:Current thread|Thread) 0x\w+ .*first\):)$", re.M)
+    FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+
+    def __init__(self, base: str, last_notice: Dict[str, Any]):
+        self.last: List[str] = []  # the main thread's frames in the last dump, innermost first
+        self.fatal = None  # Fatal Python error: Segmentation fault
+        self.signal_at_death = False  # the last dump was written at a signal, and nobody lived to take notice of it
+        try:
+            with open(re.sub(r"\.jsonl(\.gz)?$", "", base) + ".stacks.txt", encoding="utf-8", errors="replace") as file:
+                text = file.read()
+        except OSError:
+            return
+        paragraphs = list(self.DUMP.finditer(text))
+        if not paragraphs:
+            return
+        # All threads are dumped, the main thread as the last one.
+        self.last = [":".join(frame) for frame in self.FRAME.findall(text[paragraphs[-1].start():])]
+        fatal = [m.group() for m in paragraphs if m.group().startswith("Fatal")]
+        self.fatal = fatal[-1] if fatal else None
+        noticed_from = last_notice.get("offset", -1) if last_notice.get("file") else -1
+        tail = text[paragraphs[0].start():] if noticed_from < 0 else ""
+        self.signal_at_death = bool(tail) and not fatal and "Timeout (" not in tail
 
 
 def is_earlier(record: dict, header: dict) -> bool:
@@ -685,6 +786,19 @@ class Candidate:
         self.ts = self.header.get("ts", 0)
         self.rank, self.worker = self.header.get("rank"), self.header.get("worker")
         self.run, self.attempt = self.header.get("run"), self.header.get("attempt")
+
+
+def join_continued(candidates: Sequence[Candidate]) -> List[Candidate]:
+    """A process whose rank became known late went on in a file of another name: make one of the two again."""
+    by_name = {os.path.basename(c.base): c for c in candidates}
+    joined: set = set()
+    for c in candidates:
+        before = by_name.get(c.header.get("continues"))
+        while before is not None and before is not c and before.base not in joined:
+            c.parts = list(before.parts) + list(c.parts)
+            joined.add(before.base)
+            before = by_name.get(before.header.get("continues"))
+    return [c for c in candidates if c.base not in joined]
 
 
 def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
@@ -791,7 +905,7 @@ class Run:
                                else f"{p} (no such file or directory)" for p in paths)
             raise Refusal(f"no traces found; looked for {looked}")
         groups, self.warnings = group_parts(files)
-        every = [Candidate(base, parts) for base, parts in groups.items()]
+        every = join_continued([Candidate(base, parts) for base, parts in groups.items()])
         usable = [c for c in every if "ts" in c.header]
         if not usable:
             raise Refusal(f"nothing readable: no trace records in {len(files)} files, the first {files[0]}")
@@ -803,7 +917,8 @@ class Run:
             if not chosen:
                 raise Refusal(f"no traces of rank {format_ranks(sorted(ranks))} here; world size {self.world_size}")
         self.expected = sorted(set(range(self.world_size)) if ranks is None else set(ranks) & set(range(self.world_size)))
-        chosen.sort(key=lambda c: (c.rank is None, c.rank or 0, c.worker is not None, c.worker or 0, c.ts))
+        chosen.sort(key=lambda c: (c.rank is None, c.rank or 0, c.worker is not None, isinstance(c.worker, str),
+                                   c.worker or 0, c.ts))
         self.chosen, self.steps, self.sink = chosen, steps or StepRange(), sink
         self.totals: Dict[str, Durations] = {}
         self.self_us: Counter = Counter()
@@ -918,7 +1033,7 @@ def stall_limit_us(p: Process) -> float:
     """How long without progress is no progress: two minutes, or twenty steps where steps are longer."""
     took_us = (p.main.mark or 0) - (p.first_ts or 0)
     num_steps = p.last_step - p.first_step + 1 if p.last_step is not None else 0
-    return max(120e6, 20 * took_us / num_steps if num_steps else 0)
+    return max(1e6 * (p.header.get("stall_timeout_s") or 120), 20 * took_us / num_steps if num_steps else 0)
 
 
 def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
@@ -927,13 +1042,14 @@ def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
         return "silent"
     end = p.instants.get("process_end")
     how = str((end.get("args") or {}).get("how", "ok")) if end else None
-    if how == "ok":
+    args = (end.get("args") or {}) if end else {}
+    if how == "ok" or how == "exit" and args.get("code") in (None, 0):
         return "ended"
     # An exception went through the outermost span, and nothing began after it.
-    if (how or "").startswith(("err", "exc")) or (
+    if how in ("exception", "exit") or (
             p.errors and p.errors[-1]["last_ts"] == p.main.mark and not is_alive(p, now_us)):
         return "failed"
-    if "signal" in p.instants or (how or "").startswith(("sig", "term")):
+    if "signal" in p.instants or p.stacks.signal_at_death:
         return "terminated"
     if how:
         return "ended"
@@ -1006,10 +1122,12 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
     if missing:
         found.append(f"no trace of rank {format_ranks(missing)} ({len(missing)} of {run.world_size}): it never started, "
                      "died before its first record, or its files are elsewhere")
-    for why, first in group_ranks(run.processes, lambda p: p.first_step if p.first_part_missing else None):
-        found.append(f"rank {first}: the trace starts at step {why}; rotation dropped what was before "
+    for step, ranks in group_ranks(run.processes, lambda p: p.first_step if p.first_part_missing else None):
+        found.append(f"rank {ranks}: the trace starts at step {step}; rotation dropped what was before "
                      "(structured_logging.max_file_size_mb, backup_count)")
-    for lost, ranks in group_ranks(run.processes, lambda p: heartbeat_args(p).get("lost") or None):
+    for count, ranks in group_ranks(run.processes, lambda p: p.missing_parts - p.first_part_missing * p.missing_parts or None):
+        found.append(f"rank {ranks}: {count} rotated parts are missing in between")
+    for lost, ranks in group_ranks(run.processes, lambda p: p.lost or None):
         found.append(f"rank {ranks}: the tracer lost {lost} records (disk full or I/O errors?)")
     for lost, ranks in group_ranks(run.processes, lambda p: p.lost_ends or None):
         found.append(f"rank {ranks}: {lost} spans began whose end is not in the trace")
@@ -1023,11 +1141,6 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
 
 def newer_version(version: Any) -> Optional[Any]:
     return version if isinstance(version, (int, float)) and version > FORMAT_VERSION else None
-
-
-def heartbeat_args(p: Process) -> Dict[str, Any]:
-    args = p.instants.get("heartbeat", {}).get("args")
-    return args if isinstance(args, dict) else {}
 
 
 def group_ranks(processes: Iterable[Process], value_of) -> List[Tuple[Any, str]]:
@@ -1532,11 +1645,14 @@ def run_directory(path: str) -> str:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = parse_arguments(argv)
     sys.stdout.reconfigure(errors="backslashreplace")
+    gc.disable()  # records hold no cycles, and there are many of them
     try:
         {"summarize": run_summarize, "export": run_export}[arguments.command](arguments)
     except Refusal as refusal:
         print(f"trace_tools: {refusal}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` has seen enough
     except OSError as error:
         print(f"trace_tools: {error}", file=sys.stderr)
         return 1
