@@ -419,8 +419,8 @@ def describe(kind) -> str:
     if origin is list:
         return f"a list of {describe(args[0])}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "True or False", dict: "a mapping",
-             type(None): "null"}
-    return "a section" if is_dataclass(kind) else names.get(kind, str(kind))
+             type(None): "null", Any: "any value"}
+    return "a section" if is_dataclass(kind) else names.get(kind) or inspect.formatannotation(kind)
 
 
 def coerce(value, kind, key: str):
@@ -570,8 +570,9 @@ def dump_yaml(settings: dict) -> str:
 
 
 def recipe_to_dict(recipe: Recipe) -> dict:
-    """The recipe as plain dicts and lists, in the order of the settings."""
-    return asdict(recipe)
+    """The recipe as plain dicts and lists, in the order of the settings; dropped default hooks are None."""
+    dropped = {name: None for name in Recipe({}, {}).hooks if name not in recipe.hooks}
+    return {**asdict(recipe), "hooks": {**dropped, **recipe.hooks}}
 
 
 # ---- Components: a class of the user's and its keyword arguments --------------------------------------------------
@@ -666,15 +667,13 @@ def check_call(key: str, function, keywords: dict, extra: tuple = ()) -> dict:
     """The keywords as the function's signature wants them. Raises RecipeError when it cannot be called so."""
     title = getattr(function, "__name__", str(function))
     try:
-        signature = inspect.signature(function, eval_str=True)
-    except Exception:  # an annotation names what is not there at run time
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # written in C, without a signature: it checks its keywords itself
-            signature = inspect.signature(lambda **_: None)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, without a signature: it checks its keywords itself
+        signature = inspect.signature(lambda **_: None)
     given = signature.parameters.values()
     known = {item.name: item for item in given if item.name not in extra
              and item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}
+    kinds = {name: annotation(item, function) for name, item in known.items()}
     try:
         signature.bind(**dict.fromkeys(extra), **keywords)
     except TypeError as error:
@@ -685,13 +684,21 @@ def check_call(key: str, function, keywords: dict, extra: tuple = ()) -> dict:
                 raise mistake(join(key, name), problem, value, near=name, known=known) from None
         for name, item in known.items():
             if item.default is item.empty and name not in keywords:
-                raise mistake(join(key, name), f"{title} requires it", wanted=str(item)) from None
+                raise mistake(join(key, name), f"{title} requires it", wanted=describe(kinds[name])) from None
         raise mistake(key, f"{title}: {error}", got=keywords) from None
-    kinds = {name: Any if item.annotation is item.empty else item.annotation for name, item in known.items()}
-    # `size: int = None` takes None, whatever it says.
-    kinds.update({name: Optional[kinds[name]] for name, item in known.items() if item.default is None})
     return {str(name): check_value(join(key, name), value, kinds.get(name, Any))
             for name, value in keywords.items()}
+
+
+def annotation(parameter: inspect.Parameter, function):
+    """The type that a parameter asks for; Any when it does not say, or says what is not there at run time."""
+    kind = Any if parameter.annotation is parameter.empty else parameter.annotation
+    if isinstance(kind, str):
+        try:
+            kind = eval(kind, dict(vars(sys.modules[function.__module__])))
+        except Exception:
+            return Any
+    return Optional[kind] if parameter.default is None else kind  # `size: int = None` takes None
 
 
 def check_value(key: str, value, kind=Any):
@@ -1382,6 +1389,296 @@ def build_hooks(settings: dict[str, dict], **defaults: Any) -> dict[str, Any]:
 
 
 # ---- Checkpoints --------------------------------------------------------------------------------------------------
+#
+# checkpoints/step_<n>.pt holds tensors and plain Python. It is written under a temporary name, flushed to the disk,
+# read once, and only then renamed, so that whatever happens the one before stays whole. `latest` and `best` are text
+# files with the name of a checkpoint: they survive copying and file systems without links.
+
+POINTERS = ("latest", "best")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written: path and cause."""
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(path.stem.split("_")[1])
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """step_<n>.pt files, newest step first; temporary files and whatever else lies there are passed over."""
+    found = [path for path in folder.glob("step_*.pt") if path.stem[len("step_"):].isdigit()]
+    return sorted(found, key=checkpoint_step, reverse=True)
+
+
+def read_pointer(path: Path) -> Path | None:
+    """The checkpoint that `latest` or `best` names, None when there is no such file or it names none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        target = path.with_name(path.read_text().strip())
+        return target if target != path and target.is_file() else None
+    return None
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint file, "" when it is whole: every byte of it is read and its checksum compared."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"the checksum of {broken} is another" if broken else ""
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run: the one that `latest` names, else the next before it."""
+    checkpoints, newest = list_checkpoints(folder), read_pointer(folder / "latest")
+    if newest in checkpoints:
+        # Newer ones are of a pass that was given up, or got their name a moment before the end: the last resort.
+        index = checkpoints.index(newest)
+        checkpoints = checkpoints[index:] + checkpoints[:index][::-1]
+    for path in checkpoints:
+        problem = damage(path)
+        if not problem:
+            return path
+        early_warning(f"{path} is damaged ({problem}): trying the checkpoint before it")
+    if checkpoints:
+        raise RecipeError(f"all checkpoints in {folder} are damaged: {', '.join(path.name for path in checkpoints)}")
+    return None
+
+
+def find_checkpoint(place: str, key: str) -> Path:
+    """The checkpoint that resume= or weights= means: a file, `latest` or `best`, a run directory or its checkpoints."""
+    path = Path(place)
+    if path.is_dir():
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        found = latest_checkpoint(folder)
+        if found is None:
+            raise RecipeError(f"{key}={place}: no checkpoint there; looked for {folder / 'step_<n>.pt'}")
+        return found.absolute()
+    target = read_pointer(path) if path.name in POINTERS else path
+    if target is None or not target.is_file():
+        names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, 1)
+        raise RecipeError(f"{key}={place}: no such file or folder" + (f"; did you mean {near[0]}?" if near else ""))
+    return target.absolute()
+
+
+def load_checkpoint(path: Path | str, key: str) -> dict:
+    """What a file holds, on the CPU, not copied into memory before it is used: copy what outlives the call."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise RecipeError(f"{key}: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def write_durably(path: Path, write: Callable[[Any], None], check: Callable[[Path], Any] = lambda path: None) -> None:
+    """Make or replace a file so that its name never stands for anything but the whole of it, even after a power cut."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        check(temporary)
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # half a checkpoint must not keep a full disk full
+        raise
+
+
+def write_checkpoint(folder: Path, saved: dict, keep_last: int) -> Path:
+    """Write step_<n>.pt and the pointers, then remove what is no longer kept. Raises CheckpointError. Rank 0 alone."""
+    path = folder / f"step_{saved['step']}.pt"
+    try:
+        folder.mkdir(exist_ok=True)
+        for stray in folder.glob("*.tmp"):  # of a start that was killed while it saved
+            stray.unlink()
+        write_durably(path, partial(torch.save, saved), partial(load_checkpoint, key="just written"))
+        point_at(folder, saved)
+        best = read_pointer(folder / "best")
+        older = [each for each in list_checkpoints(folder) if checkpoint_step(each) < saved["step"]]
+        for each in list_checkpoints(folder):
+            if each not in (path, best, *older[: keep_last - 1]):
+                each.unlink()
+    except (OSError, RuntimeError, RecipeError) as error:
+        before = latest_checkpoint(folder) if folder.is_dir() else None
+        left = f"; {before.name} is whole" if before else ""
+        raise CheckpointError(f"{path} cannot be written: {full_disk(folder) or str(error).splitlines()[0]}{left}"
+                              ) from error
+    return path
+
+
+def point_at(folder: Path, saved: dict) -> None:
+    """Let `latest` and `best` say what is true at this checkpoint's step, also after a return to an earlier one."""
+    steps = {"latest": saved["step"], "best": (saved["best"] or {}).get("step")}
+    for name, step in steps.items():
+        if (folder / f"step_{step}.pt").is_file():
+            write_durably(folder / name, lambda file, step=step: file.write(f"step_{step}.pt\n".encode()))
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
+def full_disk(folder: Path) -> str:
+    """torch.save hides the cause when a disk is full."""
+    with contextlib.suppress(OSError):
+        free_mb = shutil.disk_usage(folder).free / 2**20
+        return f"No space left on device ({free_mb:.1f} MB free)" if free_mb < 1 else ""
+    return ""
+
+
+# What a checkpoint holds.
+
+
+def rng_states(device: torch.device) -> dict:
+    """The states of this rank's generators, as plain Python and tensors."""
+    kind, keys, *rest = numpy.random.get_state()
+    states = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_states(states: dict, device: torch.device) -> None:
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, keys, *rest = states["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(states["torch"].clone())
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].clone(), device)
+
+
+@contextlib.contextmanager
+def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers inside depend on the seed alone, and those outside are as if nothing had been inside."""
+    states = rng_states(device)
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        set_rng_states(states, device)
+
+
+def whole(value: Any) -> Any:
+    """A tensor on the CPU, all of it when each rank has a shard (then a collective); anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """optimizer.state_dict() with the parameters' names in place of their numbers, and nothing sharded."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    state = optimizer.state_dict()
+    return {"state": {order[number]: {key: whole(value) for key, value in entries.items()}
+                      for number, entries in state["state"].items()},
+            "param_groups": [{**group, "params": [order[number] for number in group["params"]]}
+                             for group in state["param_groups"]]}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """The counterpart of optimizer_state, exact to the bit."""
+    parameters = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    if [group["params"] for group in saved["param_groups"]] != groups:
+        raise RecipeError("the checkpoint's optimizer has other parameters or groups than this model's: to begin with"
+                          " its weights and a fresh optimizer, give weights= in place of resume=")
+    numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
+    state = {numbers[name]: {key: placed_like(value, parameters[name]) for key, value in entries.items()}
+             for name, entries in saved["state"].items()}
+    optimizer.load_state_dict({
+        "state": state, "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]}
+                                         for group in saved["param_groups"]]})
+    # load_state_dict casts to the parameter's dtype; an optimizer may keep more bits than a half-precision parameter.
+    for name, number in numbers.items():
+        for key, value in state.get(number, {}).items():
+            loaded = optimizer.state[parameters[name]].get(key)
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameters[name]][key] = value.to(loaded.device)
+
+
+def placed_like(value: Any, parameter: Tensor) -> Any:
+    """A copy of a whole value of the optimizer's, sharded where the parameter is."""
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(parameter, DTensor) or value.ndim == 0:
+        return value.clone()
+    mesh = parameter.device_mesh
+    placements = parameter.placements if value.shape == parameter.shape else [Replicate()] * mesh.ndim
+    return distribute_tensor(value.to(parameter.device), mesh, placements)
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Any], source: str, strict: bool) -> None:
+    """Copy tensors by name into the bare model; what does not fit is an error, or, when not strict, a warning."""
+    own = model.state_dict()
+    shapes = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, Tensor)}
+    weights = {re.sub(r"(^|\.)(module|_orig_mod)\.", r"\1", name) if name not in own else name: value
+               for name, value in weights.items()}
+    reshaped = [f"{name} (in the file {tuple(weights[name].shape)}, in the model {shape})"
+                for name, shape in shapes.items() if name in weights and tuple(weights[name].shape) != shape]
+    fits = {name: value for name, value in weights.items()
+            if name in own and (name not in shapes or tuple(value.shape) == shapes[name])}
+    problems = {"missing": [name for name in own if name not in weights],
+                "unexpected": [name for name in weights if name not in own], "of another shape": reshaped}
+    found = "; ".join(f"{what}: {', '.join(names[:10])}{f' and {len(names) - 10} more' if len(names) > 10 else ''}"
+                      for what, names in problems.items() if names)
+    if found and strict:
+        raise RecipeError(f"{source} does not fit {type(model).__name__}. {found}. To load what fits, give"
+                          f" weights={source} weights_strict=False")
+    if found:
+        logger.warning("%s: %d of %d tensors loaded. %s", source, len(fits), len(own), found)
+    model.load_state_dict(fits, strict=False)
+
+
+def weights_in(saved: Any, source: str) -> Mapping[str, Any]:
+    """The state dict in a checkpoint of ours, in one of the usual wrappings, or bare."""
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
+            return saved[key]
+    if not isinstance(saved, Mapping) or not any(isinstance(value, Tensor) for value in saved.values()):
+        raise RecipeError(f"weights={source}: no state dict in it; wanted a checkpoint of train.py or a dict of tensors")
+    return saved
+
+
+# What a change of these between a checkpoint and its resume means for the promise to go on as if never stopped.
+CHANGES = {
+    "world size": "the rest of the epoch is shared out anew, at most one batch is seen twice, random numbers differ",
+    "batch_size": "at most one batch of this epoch is seen twice",
+    "accumulate": "epochs have another number of steps",
+    "train_data": "the position in the data is kept as a number of samples",
+    "num_workers": "random numbers drawn in the data set may differ",
+    "seed": "the order of the samples is another from here on",
+    "model": "the weights are the checkpoint's",
+    "optimizer": "its state is the checkpoint's, its settings are the new ones",
+    "precision": "rounding differs", "parallel": "rounding differs", "compile": "rounding differs",
+    "tf32": "rounding differs", "schedule": "the learning rate is the new schedule's at this step",
+    "epochs": "the learning rate is the new schedule's at this step",
+    "max_steps": "the learning rate is the new schedule's at this step", "clip_norm": "",
+}
+
+
+def changed_settings(saved: dict, recipe: Recipe, world_size: int) -> dict[str, str]:
+    """setting -> "old -> new", for settings that matter to the result; a moved file is no change."""
+
+    def comparable(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: comparable(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [comparable(item) for item in value]
+        return Path(value).name if isinstance(value, str) else value
+
+    then = {**saved["recipe"], "world size": saved["world_size"]}
+    now = {**as_plain(recipe_to_dict(recipe)), "world size": world_size}
+    return {key: f"{then.get(key)} -> {now[key]}" for key in CHANGES if comparable(then.get(key)) != comparable(now[key])}
 
 
 # ---- Stopping -----------------------------------------------------------------------------------------------------
@@ -1568,7 +1865,7 @@ class Trainer:
                 logger.info("done: %d steps, %d epochs", state.step, state.epoch)
             else:
                 log_failure(world, self.run_dir, f"failed: {type(error).__name__}: {error} ({where})", error)
-            close_structured_logger()
+            close_structured_logger("ok" if error is None else "exception")
 
     def build(self) -> None:
         """Model, data, optimizer, hooks and writer, in an order in which nothing slow comes before a likely mistake."""
@@ -1661,6 +1958,7 @@ class Trainer:
         while state.step < (self.total_steps or sys.maxsize):
             if self.steps_per_epoch is not None and self.batches_done >= self.steps_per_epoch * recipe.accumulate:
                 break
+            set_step(state.step + 1)
             with log_trace_span("step"):
                 if not self.train_step(batches):
                     break
@@ -1677,7 +1975,6 @@ class Trainer:
         """One optimizer step; False when the data has ended instead."""
         recipe, world, state = self.recipe, self.world, self.state
         start = time.perf_counter()
-        set_step(state.step + 1)
 
         # Data: all micro-batches of the step, so that it is known which one is the last.
         with log_trace_span("data"):
@@ -1885,7 +2182,8 @@ def main() -> None:
     try:
         world, run_dir, attempt = start_run(RECIPE)
         with Trainer(RECIPE, world, run_dir, attempt) as trainer:
-            trainer.build()
+            with log_trace_span("startup"):
+                trainer.build()
             trainer.train()
         leave(world)
     except RecipeError as mistaken:
