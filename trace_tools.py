@@ -29,13 +29,14 @@ import textwrap
 import time
 import zlib
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from itertools import chain
+from itertools import chain, repeat
+from operator import sub
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-BLOCK_BYTES = 1 << 20  # of a file, parsed in one go; records may be out of order by as much
+BLOCK_BYTES = 1 << 18  # of a file, parsed in one go; records may be out of order by as much
 LINE_BYTES_MAX = 1 << 24  # a longer line is no record
 FORMAT_VERSION = 1  # the newest trace format that this file knows
 
@@ -58,9 +59,10 @@ class Unreadable:
         self.entries: Dict[Tuple[str, str], List[int]] = {}
 
     def add(self, path: str, line: int, why: str, count: int = 1) -> None:
-        entry = self.entries.setdefault((path, why), [0, line])
-        entry[0] += count
-        entry[1] = min(entry[1], line)
+        if count:
+            entry = self.entries.setdefault((path, why), [0, line])
+            entry[0] += count
+            entry[1] = min(entry[1], line)
 
     def as_list(self) -> List[Dict[str, Any]]:
         return [{"file": path, "lines": lines, "first_line": first, "why": why}
@@ -230,7 +232,7 @@ def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str, unreadable: U
         if not tidy or (held and keys[0] < order_of(held[-1])):
             fresh = [r for r in batch if order_of(r) >= low]
             if len(fresh) < len(batch):
-                unreadable.add(path, line, f"out of order by more than {BLOCK_BYTES >> 20} MB", len(batch) - len(fresh))
+                unreadable.add(path, line, f"out of order by more than {BLOCK_BYTES >> 10} KB", len(batch) - len(fresh))
             batch = sorted(held + fresh, key=order_of)
             batch, repeats = without_repeats(batch)
             if repeats:
@@ -375,8 +377,10 @@ class Durations:
     def count(self) -> int:
         return sum(self.histogram.values())
 
-    def quantile_us(self, q: float) -> float:
-        """Interpolated between neighbours, as numpy.quantile does."""
+    def quantile_us(self, q: float) -> Optional[float]:
+        """Interpolated between neighbours, as numpy.quantile does; None of nothing."""
+        if not self.histogram:
+            return None
         at = q * (self.count() - 1)
         below, low = 0, None
         for bits, count in sorted(self.histogram.items()):  # positive half-precision numbers sort by their bits
@@ -453,7 +457,8 @@ class Process:
         self.wait_us: Counter = Counter()  # per phase: in sync spans, when this rank's own work was done
         self.first_ts = self.last_ts = None  # any record, heartbeats too: signs of life
         self.first_step = self.last_step = None
-        self.step = -1  # of the row that is being filled
+        self.step, self.step_own_us, self.step_wait_us, self.step_apart = -1, 0, 0, False  # that is being filled
+        self.own_a_step, self.wait_a_step = Durations(), Durations()
         self.last_phase = None
         self.errors: List[Dict[str, Any]] = []
         self.instants: Dict[str, dict] = {}  # the last one of each reserved name
@@ -461,6 +466,10 @@ class Process:
         self.lost = self.lost_ends = self.lost_begins = 0  # records that the tracer could not write, and what shows it
         self.sites: Dict[str, str] = {}
         self.thread_names: Dict[Any, str] = {}
+        self.soft: set = set()  # sync spans in which only some ranks wait: they are no meeting of all
+        self.opaque: Dict[str, Any] = {}  # sync spans that say that they hide their own work, and why
+        self.scalars: Dict[str, List[float]] = {}  # sum and count of each scalar
+        self.device: Dict[int, Tuple[float, float]] = {}  # per step, own work and waiting that the device itself timed
         self.first_part_missing, self.missing_parts, self.next_part = False, 0, 0
 
     # -- reading
@@ -516,8 +525,8 @@ class Process:
                 break
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 self.unreadable.add(self.parts[-1], 0, f"record with an unusable field ({type(error).__name__}: {error})")
-        for phase in self.phases.values():
-            phase.flush(self.steps, self.rank)
+        for durations in (self.own_a_step, self.wait_a_step, *self.phases.values()):
+            durations.flush(self.steps, self.rank)
         for r in reversed(records):
             if r.get("ph") in ("B", "E") and "tid" not in r and "task" not in r:
                 self.last_phase = r.get("name")
@@ -582,7 +591,8 @@ class Process:
             stream.key = (stream.apart["name"], name)
         else:
             stream.key = name
-            stream.apart = r if name in SET_APART else None
+            if name in SET_APART:
+                stream.apart, self.step_apart = r, True
         if self.sink is not None:
             self.sink.begin(stream, r)
 
@@ -600,8 +610,7 @@ class Process:
             # A meeting of ranks is over: what came after `ready`, or all of it, was waiting (and the transfer).
             self.close_row(stream.key, "ready" in entry, ts, max(ts - stream.mark, 0))
             stream.mark = ts
-            self.arrivals += 1
-            self.since_arrival = self.records
+            self.note_meeting(entry, stream.key)
         else:
             stream.spend(ts)
         stream.apart = None if stream.apart is entry else stream.apart
@@ -613,6 +622,26 @@ class Process:
             self.note_error(entry, r)
         if self.sink is not None:
             self.sink.end(stream, entry, r)
+
+    def note_meeting(self, entry: dict, key: Any) -> None:
+        """Count a meeting of all ranks; remember what kind of waiting a sync span says that it is."""
+        if entry["sync"] == "soft":
+            self.soft.add(key)
+        else:
+            self.arrivals += 1
+            self.since_arrival = self.records
+        if "args" in entry and "opaque" in entry["args"]:
+            self.opaque[key] = entry["args"]["opaque"]
+
+    def note_scalars(self, r: dict) -> None:
+        args, step = r["args"], r.get("step", -1)
+        for name, value in args.items():
+            if isinstance(value, (int, float)):
+                known = self.scalars.setdefault(name, [0.0, 0])
+                known[0] += value
+                known[1] += 1
+        if "device_own_us" in args and "device_wait_us" in args and step in self.steps:
+            self.device[step] = args["device_own_us"], args["device_wait_us"]
 
     def lossy(self) -> bool:
         """Whether records are missing, so that a span without an end may have ended all the same."""
@@ -635,13 +664,20 @@ class Process:
 
     def next_step(self, step: int, ts: int) -> None:
         self.close_row("", False, ts, 0)
-        self.step = step
+        if self.step >= 0 and not self.step_apart:
+            # Steps that evaluate or save are not what a step usually costs.
+            for durations, us in ((self.own_a_step, self.step_own_us), (self.wait_a_step, self.step_wait_us)):
+                durations.fresh.append(us)
+                durations.fresh_steps.append(self.step)
+        self.step, self.step_own_us, self.step_wait_us, self.step_apart = step, 0, 0, self.main.apart is not None
         if step >= 0:
             self.first_step = step if self.first_step is None else min(self.first_step, step)
             self.last_step = step if self.last_step is None else max(self.last_step, step)
 
     def close_row(self, kind: Any, told_ready: bool, ts: int, wait_us: int) -> None:
         own, self.main.own = self.main.own, {}
+        self.step_own_us += sum(own.values())
+        self.step_wait_us += wait_us
         if (own or wait_us) and (self.steps.everything or self.step in self.steps):
             rows = self.rows.get((kind, told_ready))
             if rows is None:
@@ -653,6 +689,7 @@ class Process:
         if "lost" in r:
             self.lost += r["lost"]
         if ph == "C":
+            self.note_scalars(r)
             if self.sink is not None:
                 self.sink.scalars(r)
         elif ph == "X":
@@ -736,9 +773,18 @@ class Process:
 
     def finish(self) -> None:
         if self.main.mark is not None:
-            self.close_row("", False, self.main.mark, 0)
+            self.next_step(-1, self.main.mark)
+            self.own_a_step.flush(self.steps, self.rank)
+            self.wait_a_step.flush(self.steps, self.rank)
         for (kind, _), rows in self.rows.items():
             self.wait_us[kind] += rows.add_own_us(self.own_us)
+        for stream in self.streams.values():
+            # What is still open has lasted at least until the last sign of life.
+            lasted_us = self.last_ts - stream.mark if stream.mark is not None and stream.stack else 0
+            if lasted_us > 0 and (self.steps.everything or stream.stack[-1].get("step") in self.steps):
+                totals = stream.kept if stream is not self.main else (
+                    self.wait_us if "sync" in stream.stack[-1] else self.own_us)
+                totals[stream.key] = totals.get(stream.key, 0) + lasted_us
         self.stacks = StackFile(self.base, (self.instants.get("stacks") or {}).get("args") or {})
         if self.sink is not None:
             self.sink.finish(self)
@@ -994,22 +1040,23 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
     ranks = [rank_numbers(p, states[id(p)]) for p in mains]
     there = {p.rank for p in mains}
     missing = [rank for rank in run.expected if rank not in there]
-    ranks += [dict.fromkeys(RANK_KEYS, None, rank=rank, state="missing") for rank in missing]
+    ranks += [{**dict.fromkeys(RANK_KEYS), "rank": rank, "state": "missing", "num_steps": 0} for rank in missing]
     ranks.sort(key=lambda r: (r["rank"] is None, r["rank"] or 0))
     return {
         "run": run.run, "attempt": run.attempt, "state": "running" if alive else "ended",
         "world_size": run.world_size, "hosts": sorted({p.header["host"] for p in mains if p.header.get("host")}),
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
         "began_ts": min(begins, default=None), "wall_s": (max(ends, default=0) - min(begins, default=0)) / 1e6,
-        "findings": find(run, states), "ranks": ranks,
+        "findings": find(run, mains, now_us), "ranks": ranks,
         "open_spans": [span for p in mains for span in open_spans(p, now_us if p in alive else p.last_ts)],
-        "phases": phase_numbers(run, mains, phase), "clocks": [],
-        "errors": [dict(error, rank=p.rank) for p in mains for error in p.errors],
+        "phases": phase_numbers(run, mains, phase), "clocks": clock_offsets(mains),
+        "errors": [error for p in run.processes for error in errors_of(p)],
         "unreadable": run.unreadable.as_list(), "warnings": run.warnings + gaps(run, missing),
     }
 
 
-RANK_KEYS = ("rank", "host", "pid", "source", "last_step", "last_phase", "state", "last_ts", "num_steps", "own_us", "wait_us")
+RANK_KEYS = ("rank", "host", "pid", "source", "last_step", "last_phase", "state", "last_ts", "num_steps", "own_us", "wait_us",
+             "step_own_us", "step_wait_us")
 
 
 def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
@@ -1019,14 +1066,31 @@ def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
         "last_step": p.last_step, "last_phase": p.main.stack[-1]["name"] if p.main.stack else p.last_phase,
         "state": state, "last_ts": p.last_ts, "num_steps": num_steps,
         "own_us": sum(p.own_us.values()), "wait_us": sum(p.wait_us.values()),
+        "step_own_us": p.own_a_step.quantile_us(0.5), "step_wait_us": p.wait_a_step.quantile_us(0.5),
     }
+
+
+def errors_of(p: Process) -> List[Dict[str, Any]]:
+    """The exceptions that ended spans, each where it came from, and the one that ended the process with its frames."""
+    errors = [dict(error, rank=p.rank, frames=[]) for error in p.errors]
+    end = p.instants.get("process_end")
+    args = (end.get("args") or {}) if end else {}
+    if args.get("how") == "exception" and args.get("type"):
+        err = f"{args['type']}: {args.get('message', '')}"
+        if not errors or errors[-1]["err"] != err:
+            errors.append({"ts": end["ts"], "name": None, "step": end.get("step"), "err": err, "rank": p.rank})
+        errors[-1]["frames"] = [str(frame) for frame in args.get("frames") or []]
+    if p.stacks.fatal:
+        errors.append({"ts": p.last_ts, "name": p.last_phase, "step": p.last_step, "err": p.stacks.fatal, "rank": p.rank,
+                       "frames": p.stacks.last})
+    return errors
 
 
 def is_alive(p: Process, now_us: float) -> bool:
     """No end was recorded, and the last sign of life is recent: three heartbeats, or a minute where none are written."""
     if "process_end" in p.instants or p.last_ts is None:
         return False
-    return now_us - p.last_ts < (max(3 * p.header["heartbeat_s"], 30) if p.header.get("heartbeat_s") else 60) * 1e6
+    return not is_gone(p, now_us)
 
 
 def stall_limit_us(p: Process) -> float:
@@ -1049,13 +1113,14 @@ def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
     if how in ("exception", "exit") or (
             p.errors and p.errors[-1]["last_ts"] == p.main.mark and not is_alive(p, now_us)):
         return "failed"
+    waiting = any("sync" in entry for entry in p.main.stack[-1:])
+    stuck = p.main.stack and p.last_ts - p.main.mark > stall_limit_us(p)
+    if stuck and not waiting and how is None:
+        return "stalled"  # whoever was hung and was then ended from outside was first of all hung
     if "signal" in p.instants or p.stacks.signal_at_death:
         return "terminated"
     if how:
         return "ended"
-    waiting = any("sync" in entry for entry in p.main.stack[-1:])
-    if p.last_ts - (p.main.mark or p.first_ts) > stall_limit_us(p):
-        return "stalled"
     if is_alive(p, now_us):
         return "waiting" if waiting else "running"
     if is_over(p):
@@ -1153,11 +1218,1207 @@ def group_ranks(processes: Iterable[Process], value_of) -> List[Tuple[Any, str]]
     return [(value, format_ranks(sorted(set(ranks)))) for value, ranks in groups.items()]
 
 
+# ---- The verdict: who is late ----------------------------------------------------------------------------------------
+#
+# Own time is blamed, never waiting. What a rank did between two meetings of ranks is its work; a rank whose work takes
+# longer than the others' makes them wait at the meeting. All of it is durations on one rank: no clocks are compared.
+
+LATE_US, LATE_RATIO = 1000, 0.02  # a straggler's median lateness: at least so much, and so much of a step
+COST_RATIO = 0.02  # what is found costs at least so much of the time of all steps
+MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
+MIN_Z = 6.0  # standard errors that a median lateness is above zero
+NOISE_US = 20.0  # no machine is quieter
+OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: above the usual by all three
+SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # once: so many steps long, so long, so much of the run
+MOVING_RATIO, MOVING_US = 0.1, 2000  # lateness that moves from rank to rank, of a step
+SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 3.0  # all ranks from a step on
+BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000  # of a step, on all ranks alike
+SAMPLES = 240  # meetings that are looked at phase by phase, of each finding
+
+COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|model|loss|grad|train|step|kernel|device", re.I)
+COLLECTIVE = re.compile(r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|sum", re.I)
+BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
+PIPELINE = re.compile(r"pipeline|recv|send|p2p|(^|_)(pp|stage)(_|$|\d)", re.I)
+
+
+def median_low(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def noise_of(values: Sequence[float], centre: float) -> float:
+    """1.4826 times the median absolute deviation: the standard deviation, when outliers are left out."""
+    return max(1.4826 * median_low([abs(v - centre) for v in values]), NOISE_US)
+
+
+class Meetings:
+    """All meetings of one kind that the same ranks came to; a column of numbers for each rank, all of one length."""
+
+    def __init__(self, kind: str, told: bool):
+        self.kind, self.told = kind, told
+        self.steps = array("q")
+        self.work: Dict[int, array] = {}  # microseconds since the last meeting, without what is set apart
+        self.transfer = array("f")  # the least waiting: nobody waits for itself
+        self.wait_us: Counter = Counter()
+
+    def columns(self) -> List[array]:
+        return [self.work[rank] for rank in sorted(self.work)]
+
+
+def is_apart(phase: Any) -> bool:
+    return not isinstance(phase, str) or phase in SET_APART
+
+
+def meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tuple[tuple, Dict[str, float], float]]:
+    """((kind, step, number in the step), {phase: own_us} since the last meeting, wait_us) of a process, in order.
+
+    Where nothing is marked (wait_phase is not None) a step counts as one meeting, and that phase as its waiting.
+    """
+    kinds = [zip(rows, repeat(kind)) for (kind, _), rows in p.rows.items()]
+    own: Dict[str, float] = {}
+    at, number, wait_us = None, Counter(), 0.0
+    for (step, _, row_wait_us, phases), kind in heapq.merge(*kinds, key=lambda item: item[0][1]):
+        if step != at:
+            if wait_phase is not None and own and at is not None and at >= 0:
+                yield (wait_phase, at, 0), own, wait_us
+                own, wait_us = {}, 0.0
+            at = step
+            number.clear()
+        for phase, us in phases.items():
+            if phase == wait_phase:
+                wait_us += us
+            elif not is_apart(phase):
+                own[phase] = own.get(phase, 0.0) + us
+        if wait_phase is not None or kind == "" or kind in p.soft:
+            continue
+        if isinstance(kind, str):
+            yield (kind, step, number[kind]), own, row_wait_us
+            number[kind] += 1
+        own = {}
+
+
+def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meetings]:
+    """The meetings of all ranks, matched by kind, step and number in the step; without steps before training."""
+    found: Dict[str, Dict[tuple, int]] = {}
+    columns: Dict[Tuple[str, int], array] = {}
+    least: Dict[str, array] = {}
+    waits: Dict[str, Counter] = {}
+    for p in mains:
+        for (kind, step, number), own, wait_us in meetings(p, wait_phase):
+            if step < 0:
+                continue
+            index = found.setdefault(kind, {})
+            at = index.setdefault((step, number), len(index))
+            column = columns.setdefault((kind, p.rank), array("f"))
+            while len(column) <= at:
+                column.append(math.nan)
+            column[at] = sum(own.values())
+            waited = least.setdefault(kind, array("f"))
+            while len(waited) <= at:
+                waited.append(math.inf)
+            waited[at] = min(waited[at], wait_us)
+            waits.setdefault(kind, Counter())[p.rank] += wait_us
+    tracks = []
+    for kind, index in found.items():
+        counts = {rank: sum(v == v for v in c) for (k, rank), c in columns.items() if k == kind}
+        members = [rank for rank, count in counts.items() if count >= 0.9 * max(counts.values())]
+        told = any((kind, True) in p.rows for p in mains)
+        track = Meetings(kind, told)
+        whole = [(key, at) for key, at in sorted(index.items())
+                 if all(at < len(columns[kind, r]) and columns[kind, r][at] == columns[kind, r][at] for r in members)]
+        track.steps.extend(step for (step, _), _ in whole)
+        track.transfer.extend(least[kind][at] for _, at in whole)
+        track.work = {r: array("f", [columns[kind, r][at] for _, at in whole]) for r in members}
+        track.wait_us = waits[kind]
+        tracks.append(track)
+    return tracks
+
+
+def telling_phase(mains: Sequence[Process]) -> Optional[str]:
+    """The phase in which ranks wait, where none is marked: it is shorter just where the same rank's others are longer.
+
+    Per step and rank, deviations from the ranks' median: of a phase, y, and of the rest, x. In a waiting phase y = -x,
+    and it is the few (late) ranks whose y is below zero. Nothing to tell from: the largest one named like a backward.
+    """
+    per_rank = {p.rank: {key[1]: (own, wait) for key, own, wait in meetings(p, "")} for p in mains}
+    common = sorted(set.intersection(*(set(steps) for steps in per_rank.values()))) if per_rank else []
+    common = common[::len(common) // 300 + 1]
+    names = Counter()
+    for steps in per_rank.values():
+        for step in common:
+            names.update(steps[step][0])
+    best: Tuple[float, Optional[str]] = (0.0, None)
+    for name in names if len(per_rank) > 1 else ():
+        sxy = sxx = syy = skew = 0.0
+        for step in common:
+            owns = [steps[step][0] for steps in per_rank.values()]
+            part = [own.get(name, 0.0) for own in owns]
+            rest = [sum(own.values()) - y for own, y in zip(owns, part)]
+            y0, x0 = median_of(part), median_of(rest)
+            for x, y in zip(rest, part):
+                sxy, sxx, syy = sxy + (x - x0) * (y - y0), sxx + (x - x0) ** 2, syy + (y - y0) ** 2
+                skew += (y - y0) ** 3
+        if sxx and syy and sxy / math.sqrt(sxx * syy) < -0.6 and 0.5 < -sxy / sxx < 1.5 and sxx > 1e5 * len(common):
+            # With two ranks both sides look alike: the name, then the size decide.
+            score = (1.0 if skew <= 0 else 0.0) * (len(per_rank) > 2) + 0.5 * bool(BACKWARD.search(name)) + \
+                0.4 * names[name] / sum(names.values())
+            best = max(best, (score, name), key=lambda b: b[0])
+    if best[1] is not None:
+        return best[1]
+    likely = [name for name in names if BACKWARD.search(name)]
+    return max(likely, key=lambda name: names[name], default=None)
+
+
+def median_of(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def lateness(columns: Sequence[Sequence[float]]) -> List[array]:
+    """Per rank and meeting: its work minus the lower median of the others' work."""
+    late = [array("f") for _ in columns]
+    middle = (len(columns) - 2) // 2
+    for work in zip(*columns):
+        ordered = sorted(work)
+        below, above = ordered[middle], ordered[min(middle + 1, len(ordered) - 1)]
+        for column, own in zip(late, work):
+            column.append(own - (above if own <= below else below))
+    return late
+
+
+def losses(columns: Sequence[Sequence[float]]) -> Tuple[array, List[array]]:
+    """Per meeting, what lateness cost: the longest work minus the lower median; and each rank's share of it.
+
+    Shares by the staircase: sorted downwards, each layer of work between one rank and the next is shared by all ranks
+    that reach above it. They add up to the loss, whoever is slow at the same time.
+    """
+    loss, shares = array("f"), [array("f") for _ in columns]
+    for work in zip(*columns):
+        order = sorted(range(len(work)), key=work.__getitem__, reverse=True)
+        ref = work[order[-1 - (len(work) - 1) // 2]]
+        loss.append(work[order[0]] - ref)
+        share = [0.0] * len(work)
+        carried = 0.0
+        cuts = []
+        for i, rank in enumerate(order):
+            if work[rank] <= ref:
+                break
+            below = max(ref, work[order[i + 1]])
+            cuts.append((work[rank] - below) / (i + 1))
+        for i in range(len(cuts) - 1, -1, -1):
+            carried += cuts[i]
+            share[order[i]] = carried
+        for column, value in zip(shares, share):
+            column.append(value)
+    return loss, shares
+
+
+def warm_up(work_per_step: Sequence[float]) -> int:
+    """How many of the first steps are not judged: until three in a row are usual, at most a fifth of all."""
+    n = len(work_per_step)
+    if n < 5:
+        return 0
+    usual = 1.5 * median_low(work_per_step[n // 2:])
+    first = next((i for i in range(n - 2) if max(work_per_step[i:i + 3]) < usual), n)
+    return min(max(3, first), n // 5)
+
+
+def late_stretch(late: Sequence[float], floor_us: float) -> Tuple[int, int]:
+    """The longest stretch of meetings that a rank is late at, as [first, last): the maximal sum above half its height."""
+    ordered = sorted(late)
+    high = ordered[int(0.9 * (len(ordered) - 1))]
+    if high < floor_us:
+        return 0, len(late) if ordered[len(ordered) // 2] >= floor_us else 0
+    cut = max(floor_us, high) / 2
+    best, best_range, total, begin = 0.0, (0, 0), 0.0, 0
+    for i, value in enumerate(late):
+        total += min(max(value, -cut), 3 * cut) - cut
+        if total <= 0:
+            total, begin = 0.0, i + 1
+        elif total > best:
+            best, best_range = total, (begin, i + 1)
+    first, last = best_range
+    return (0, len(late)) if last - first > 0.93 * len(late) else (first, last)
+
+
+def is_persistent(late: Sequence[float], floor_us: float, step_us: float, is_part: bool) -> Optional[Tuple[float, float]]:
+    """(median lateness, z) when a rank is late all along: z = median sqrt(n) / (1.2533 noise), and in every block.
+
+    Slow noise (another job on the machine) is told by six blocks in a row, each at least half as late as it must be.
+    Few meetings, or only a part of the run, need a plain case: a tenth of a step.
+    """
+    n = len(late)
+    middle = median_low(late)
+    z = middle * math.sqrt(n) / (1.2533 * noise_of(late, middle))
+    if n < FEW_MEETINGS or z < MIN_Z:
+        return None
+    if n < MIN_MEETINGS or is_part:
+        floor_us = max(floor_us, 0.1 * step_us, 2 * LATE_US)
+    if n < MIN_MEETINGS and (sum(v > floor_us / 2 for v in late) < 0.9 * n or middle < 0.15 * step_us):
+        return None
+    blocks = min(6, n // 4)
+    medians = [median_low(late[n * i // blocks:n * (i + 1) // blocks]) for i in range(blocks)]
+    return (middle, z) if middle >= floor_us and min(medians) >= floor_us / 2 else None
+
+
+class Judge:
+    """The numbers of one run that the rules look at, step by step."""
+
+    def __init__(self, mains: Sequence[Process], run: Run):
+        self.mains = [p for p in mains if p.rank is not None]
+        self.hosts = {p.rank: p.header.get("host") for p in self.mains}
+        self.is_marked = is_marked(self.mains)
+        self.wait_phase = None if self.is_marked else telling_phase(self.mains) or ""
+        tracks = [t for t in tracks_of(self.mains, self.wait_phase) if len(t.steps)]
+        self.is_pipeline = has_stages(self.mains, tracks)
+        self.on_device = self.device_tracks(tracks)
+        self.cut_warm_up(tracks)
+        self.tracks = [t for t in tracks if len(t.steps)]
+        self.steps = sorted({step for t in self.tracks for step in t.steps})
+        self.base = {t.kind: losses(t.columns())[0] for t in self.tracks}
+        self.total_us = sum(sum(map(max, zip(*t.columns()))) + sum(t.transfer) for t in self.tracks)
+        self.step_us = self.total_us / len(self.steps) if self.steps else 0.0
+        self.owns: Dict[Tuple[str, int], Dict[int, Dict[str, float]]] = {}
+
+    def device_tracks(self, tracks: List[Meetings]) -> bool:
+        """On a device the host runs ahead: there the events around a meeting tell when the work was done."""
+        timed = {p.rank: p.device for p in self.mains if len(p.device)}
+        told = [t for t in tracks if t.told]
+        if len(timed) < len(self.mains) or not told or not timed:
+            return False
+        common = set.intersection(*(set(d) for d in timed.values()))
+        track = max(told, key=lambda t: len(t.steps))
+        steps = sorted(common & set(track.steps))
+        track.steps = array("q", steps)
+        track.work = {rank: array("f", [d[s][0] for s in steps]) for rank, d in timed.items()}
+        track.transfer = array("f", [min(d[s][1] for d in timed.values()) for s in steps])
+        track.wait_us = Counter({rank: sum(d[s][1] for s in steps) for rank, d in timed.items()})
+        tracks[:] = [track]
+        return True
+
+    def cut_warm_up(self, tracks: List[Meetings]) -> None:
+        per_step: Counter = Counter()
+        for t in tracks:
+            for step, work in zip(t.steps, map(max, zip(*t.columns()))):
+                per_step[step] += work
+        steps = sorted(per_step)
+        cut = warm_up([per_step[s] for s in steps])
+        self.num_warm_up = cut
+        first = steps[cut] if steps else 0
+        for t in tracks:
+            begin = next((i for i, s in enumerate(t.steps) if s >= first), len(t.steps))
+            t.steps, t.transfer = t.steps[begin:], t.transfer[begin:]
+            t.work = {rank: column[begin:] for rank, column in t.work.items()}
+
+    def look_at(self, kind: str, steps: Sequence[int], ranks: Iterable[int]) -> List[Dict[int, Dict[str, float]]]:
+        """The work before the meetings in these steps once more, phase by phase: {rank: {phase: us}} for each step."""
+        wanted = {step for step in steps if (kind, step) not in self.owns}
+        for p in self.mains if wanted else ():
+            for (of_kind, step, _), own, _ in meetings(p, self.wait_phase):
+                if of_kind == kind and step in wanted:
+                    summed = self.owns.setdefault((kind, step), {}).setdefault(p.rank, {})
+                    for phase, us in own.items():
+                        summed[phase] = summed.get(phase, 0.0) + us
+        ranks = set(ranks)
+        return [{r: own for r, own in self.owns.get((kind, step), {}).items() if r in ranks} for step in steps]
+
+    def some_ranks(self, near: int) -> List[int]:
+        """The 32 ranks that are compared phase by phase: those next to one."""
+        return sorted((p.rank for p in self.mains), key=lambda r: abs(r - near))[:33]
+
+    def excess(self, kind: str, steps: Sequence[int], rank: int) -> List[Tuple[float, str]]:
+        """[(median microseconds that a rank is above the others, phase)] over meetings in these steps, most first."""
+        chosen = some(steps)
+        excess: Dict[str, List[float]] = {}
+        for owns in self.look_at(kind, chosen, self.some_ranks(rank)):
+            rest = [own for r, own in owns.items() if r != rank] or [{}]
+            for phase in set().union(*owns.values()) if rank in owns else ():
+                usual = median_low([own.get(phase, 0.0) for own in rest])
+                excess.setdefault(phase, []).append(owns[rank].get(phase, 0.0) - usual)
+        known = {phase: median_low(v + [0.0] * (len(chosen) - len(v))) for phase, v in excess.items()}
+        if self.on_device:
+            # The host's phases explain a part of what the device was late; the rest is the device's own.
+            of = self.tracks[0]
+            late = [of.work[rank][i] - median_low([w[i] for r, w in of.work.items() if r != rank])
+                    for i, step in enumerate(of.steps) if step in set(chosen)]
+            known["device"] = median_low(late) - sum(v for v in known.values() if v > 0)
+        return sorted(((us, phase) for phase, us in known.items()), reverse=True)
+
+
+def some(steps: Sequence[int]) -> List[int]:
+    """At most SAMPLES of the steps, evenly, each once."""
+    steps = list(dict.fromkeys(steps))
+    return steps[::len(steps) // SAMPLES + 1]
+
+
+def is_marked(mains: Sequence[Process]) -> bool:
+    """Whether ranks meet in marked spans about once a step, on most ranks."""
+    return sum(p.arrivals >= 0.5 * (p.last_step - p.first_step + 1 if p.last_step is not None else 1) > 0
+               for p in mains) > len(mains) / 2
+
+
+def has_stages(mains: Sequence[Process], tracks: Sequence[Meetings]) -> bool:
+    """Pipeline stages differ by design: some meetings are only some ranks', or phases are named so."""
+    usual = max((len(t.steps) for t in tracks), default=0)
+    some = any(len(t.work) < len(mains) and len(t.steps) > usual / 2 for t in tracks)
+    return some or any(PIPELINE.search(plain_name(key)) for p in mains for key in p.own_us)
+
+
+# ---- The verdict: findings about the time that steps take ------------------------------------------------------------
+
+class Late:
+    """One rank that is late at one kind of meeting: by how much at each, and where in its work."""
+
+    def __init__(self, judge: Judge, track: Meetings, rank: int, cuts: Sequence[float], z: float = 0.0):
+        self.track, self.rank, self.z = track, rank, z
+        self.cuts = array("f", cuts)  # microseconds to take away at each meeting, to be without it
+        at = [i for i, us in enumerate(cuts) if us]
+        self.steps = [track.steps[i] for i in at]
+        self.late_us = median_low([cuts[i] for i in at])
+        self.excess = judge.excess(track.kind, self.steps, rank)
+        self.phase = self.excess[0][1] if self.excess else track.kind
+
+
+def replay(judge: Judge, lates: Sequence[Late]) -> float:
+    """Microseconds that all steps would be shorter without these: each meeting waits for the last of the others."""
+    saved = 0.0
+    for track in judge.tracks:
+        cuts = {}
+        for late in lates:
+            if late.track is track:
+                known = cuts.get(late.rank)
+                cuts[late.rank] = late.cuts if known is None else array("f", map(max, known, late.cuts))
+        if cuts:
+            without = [array("f", map(sub, column, cuts[rank])) if rank in cuts else column
+                       for rank, column in sorted(track.work.items())]
+            saved += sum(map(max, zip(*track.columns()))) - sum(map(max, zip(*without)))
+    return saved
+
+
+def without(track: Meetings, lates: Sequence[Late]) -> Dict[int, array]:
+    """The work of a track's ranks without what these lates take away."""
+    work = dict(track.work)
+    for late in lates:
+        if late.track is track:
+            work[late.rank] = array("f", map(sub, work[late.rank], late.cuts))
+    return work
+
+
+def always_late(judge: Judge) -> List[Late]:
+    """Stragglers: ranks late at meeting after meeting, all along or from a step on (see is_persistent)."""
+    found = []
+    floor_us = max(LATE_US, LATE_RATIO * judge.step_us)
+    for track in judge.tracks:
+        ranks, columns = sorted(track.work), track.columns()
+        if len(ranks) < 2 or len(track.steps) < FEW_MEETINGS:
+            continue
+        late = lateness_of_most(columns, floor_us) or lateness(columns)
+        shares = losses(columns)[1]
+        for rank, column, share in zip(ranks, late, shares):
+            if judge.is_pipeline:
+                # Stages differ by design: only what changes is late.
+                usual = median_low(column[:max(len(column) // 3, 1)])
+                column = array("f", [us - usual for us in column])
+            first, last = late_stretch(column, floor_us)
+            is_part = last - first < len(column)
+            tested = is_persistent(column[first:last], floor_us, judge.step_us, is_part) if last > first else None
+            if tested and tested[0] * (last - first) >= COST_RATIO * judge.total_us:
+                cuts = [tested[0] if first <= i < last else 0.0 for i in range(len(column))]
+                found.append(Late(judge, track, rank, cuts, tested[1]))
+    return found
+
+
+def lateness_of_most(columns: Sequence[Sequence[float]], floor_us: float) -> Optional[List[array]]:
+    """Lateness against the few fast ranks, when most ranks are slow: two groups, far apart, each of a kind."""
+    usual = sorted((median_low(column), i) for i, column in enumerate(columns))
+    gaps = [(b[0] - a[0], i + 1) for i, (a, b) in enumerate(zip(usual, usual[1:]))]
+    gap, num_fast = max(gaps)
+    if num_fast > (len(columns) - 1) // 2 or gap < max(4 * floor_us, 0.1 * usual[0][0]):
+        return None
+    spread = max(usual[num_fast - 1][0] - usual[0][0], usual[-1][0] - usual[num_fast][0])
+    if spread > gap / 3:
+        return None
+    fast = [columns[i] for _, i in usual[:num_fast]]
+    ref = array("f", map(median_low, zip(*fast)))
+    return [array("f", map(sub, column, ref)) for column in columns]
+
+
+def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[Late]]]:
+    """("burst", rank late now and then) and ("spike", once): meetings that cost far more than usual, by who led them."""
+    found = []
+    for track in judge.tracks:
+        work = without(track, known)
+        ranks = sorted(work)
+        if len(ranks) < 2 or len(track.steps) < MIN_MEETINGS:
+            continue
+        columns = [work[r] for r in ranks]
+        loss = losses(columns)[0]
+        usual = median_low(loss)
+        high = max(usual + OUTLIER_MADS * noise_of(loss, usual), OUTLIER_RATIO * judge.step_us, OUTLIER_US)
+        outliers = [i for i, us in enumerate(loss) if us > high]
+        late = lateness(columns)
+        everything = sum(loss[i] for i in outliers)
+        for rank, column in zip(ranks, late):
+            own = [i for i in outliers if column[i] > 0.7 * loss[i]]
+            cost = sum(loss[i] for i in own)
+            spikes = [i for i in own if column[i] > max(SPIKE_STEPS * judge.step_us, SPIKE_US)]
+            period = period_of([track.steps[i] for i in own])
+            if (len(own) >= 3 and cost >= COST_RATIO * judge.total_us and cost >= (0.2 if period else 0.5) * everything
+                    and max(column[i] for i in own) < 0.5 * cost):
+                cuts = dict((i, column[i]) for i in own)
+                found.append(("burst", Late(judge, track, rank, [cuts.get(i, 0.0) for i in range(len(loss))])))
+                continue
+            for i in sorted(spikes, key=lambda i: -column[i])[:3]:
+                if column[i] >= SPIKE_RATIO * judge.total_us:
+                    cuts = [column[i] if k == i else 0.0 for k in range(len(loss))]
+                    found.append(("spike", Late(judge, track, rank, cuts)))
+    return found
+
+
+def period_of(steps: Sequence[int]) -> Optional[int]:
+    """k when four of five gaps are k or a multiple of it, within a tenth; k is at least 2."""
+    gaps = [b - a for a, b in zip(steps, steps[1:]) if b > a]
+    if len(gaps) < 2:
+        return None
+    usual = median_low(gaps)
+    near = sum(abs(gap - round(gap / usual) * usual) <= max(0.1 * usual, 0) for gap in gaps)
+    return usual if usual >= 2 and near >= 0.8 * len(gaps) else None
+
+
+def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
+    """`imbalance`: at most meetings some rank is late by much in the same phase, but never the same rank for long."""
+    for track in judge.tracks:
+        work = without(track, known)
+        ranks = sorted(work)
+        if len(ranks) < 2 or len(track.steps) < MIN_MEETINGS:
+            continue
+        loss, shares = losses([work[r] for r in ranks])
+        usual = median_low(loss)
+        costs = [sum(share) for share in shares]
+        if usual < max(MOVING_RATIO * judge.step_us, MOVING_US) or max(costs) > 0.75 * sum(costs):
+            continue
+        phase, excess_us, part = leaders_phase(judge, track, work)
+        if part < 0.6 or excess_us < max(MOVING_RATIO * judge.step_us, MOVING_US):
+            continue
+        cost_us = sum(loss)
+        shown = [r for r, cost in sorted(zip(ranks, costs), key=lambda c: -c[1]) if cost > 0.5 * cost_us / len(ranks)]
+        return finding(
+            judge, "imbalance", ranks if len(shown) > 0.8 * len(ranks) else sorted(shown), phase, track.steps, cost_us,
+            cost_us, "medium",
+            [f"at half of the {len(loss):,} meetings in {plain_name(track.kind)} the last rank came {format_us(usual)} or more "
+             f"after the others, most of it in {phase}", f"no rank for long: the most costly one has "
+             f"{100 * max(costs) / sum(costs):.0f} % of it"],
+            f"give ranks equal work in {phase}: batches of equal size (bucket or pack by length), or a data loader that "
+            "reads ahead")
+    return None
+
+
+def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tuple[str, float, float]:
+    """(phase in which the last rank is above the others most, its median excess, its part of all excess)."""
+    chosen = set(some(track.steps))
+    leader = {step: max(work, key=lambda r: work[r][i]) for i, step in enumerate(track.steps) if step in chosen}
+    excess: Dict[str, List[float]] = {}
+    steps = sorted(leader)
+    for step, owns in zip(steps, judge.look_at(track.kind, steps, work)):
+        own = owns.get(leader[step], {})
+        rest = [o for r, o in owns.items() if r != leader[step]] or [{}]
+        for phase in own:
+            excess.setdefault(phase, []).append(own[phase] - median_low([o.get(phase, 0.0) for o in rest]))
+    above = {phase: median_low(v + [0.0] * (len(steps) - len(v))) for phase, v in excess.items()}
+    phase = max(above, key=above.__getitem__, default=track.kind)
+    return phase, above.get(phase, 0.0), above.get(phase, 0.0) / (sum(v for v in above.values() if v > 0) or 1.0)
+
+
+def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
+    """`slowdown`: all ranks alike, from a step on. The split of the steps' times into two levels that fits best.
+
+    Of a step, the time that it takes without any lateness: the lower median of the ranks' work, and the transfer.
+    """
+    times: Counter = Counter()
+    for track in judge.tracks:
+        for step, work, transfer in zip(track.steps, zip(*track.columns()), track.transfer):
+            times[step] += median_low(work) + transfer
+    steps = sorted(times)
+    series = [times[s] for s in steps]
+    side = max(8, len(series) // 10)
+    if len(series) < 2 * side:
+        return None
+    ordered = sorted(series)
+    low, high = ordered[0], ordered[int(0.95 * (len(ordered) - 1))]
+    clipped = [min(v, high) for v in series]
+    # The split with the least squares, by running sums.
+    total, left, best, cut = sum(clipped), 0.0, -1.0, 0
+    for i, value in enumerate(clipped[:-1], 1):
+        left += value
+        gain = (left / i - (total - left) / (len(clipped) - i)) ** 2 * i * (len(clipped) - i)
+        if side <= i <= len(clipped) - side and gain > best:
+            best, cut = gain, i
+    before, after = median_low(series[:cut]), median_low(series[cut:])
+    noise = max(noise_of(series[:cut], before), noise_of(series[cut:], after))
+    change = after - before
+    if change < max(SLOWER_RATIO * before, SLOWER_US, SLOWER_NOISE * noise):
+        return None
+    # It lasts: of five parts of what comes after, none is back to the old level.
+    rest = series[cut:]
+    if min(median_low(rest[len(rest) * i // 5:len(rest) * (i + 1) // 5 or 1]) for i in range(5)) < before + change / 2:
+        return None
+    phase, phase_us = changed_phase(judge, steps[:cut], steps[cut:])
+    cost_us = change * len(rest)
+    return finding(judge, "slowdown", sorted(judge.hosts), phase, steps[cut:], cost_us, cost_us, "high",
+                   [f"a step takes {format_us(after)} since step {steps[cut]}, {format_us(before)} before, on all ranks alike",
+                    f"{phase} takes {format_us(phase_us)} more"],
+                   f"look for what changed at step {steps[cut]} for all ranks: in {phase}")
+
+
+def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int]) -> Tuple[str, float]:
+    """The phase whose median over ranks and steps changed most, and by how much; a meeting's name for its transfer."""
+    changes: Dict[str, float] = {}
+    for track in judge.tracks:
+        medians = []
+        for steps in (before, after):
+            owns = judge.look_at(track.kind, some(steps), judge.some_ranks(0))
+            flat = [own for of_ranks in owns for own in of_ranks.values()]
+            phases = set().union(*flat) if flat else set()
+            medians.append({phase: median_low([own.get(phase, 0.0) for own in flat]) for phase in phases})
+            chosen = set(steps)
+            waits = [us for step, us in zip(track.steps, track.transfer) if step in chosen]
+            medians[-1]["\0"] = median_low(waits) if waits else 0.0
+        for phase in set(medians[0]) | set(medians[1]):
+            name = track.kind if phase == "\0" else phase
+            changes[name] = changes.get(name, 0.0) + medians[1].get(phase, 0.0) - medians[0].get(phase, 0.0)
+    phase = max(changes, key=changes.__getitem__)
+    return phase, changes[phase]
+
+
+def bound(judge: Judge) -> List[Dict[str, Any]]:
+    """`bound`: what takes much of every step on all ranks, and is not the model's own computing."""
+    found = []
+    seen: Dict[str, List[float]] = {}
+    num_steps = len(judge.steps)
+    for track in judge.tracks:
+        chosen = some(track.steps)
+        for owns in judge.look_at(track.kind, chosen, judge.some_ranks(0)):
+            for phase in set().union(*owns.values()) if owns else ():
+                values = sorted(own.get(phase, 0.0) for own in owns.values())
+                seen.setdefault(phase, []).append(values[len(values) // 4])  # on all ranks alike, but for a few
+        part = len(track.steps) / num_steps
+        for phase, values in list(seen.items()):
+            us = median_low(values + [0.0] * (len(chosen) - len(values))) * part
+            del seen[phase]
+            if us > max(BOUND_RATIO * judge.step_us, BOUND_US) and phase and not COMPUTE.search(phase):
+                found.append(bound_finding(judge, phase, us, track.steps, f"on all ranks {phase} takes {format_us(us)} of a step"))
+        transfer_us = median_low(track.transfer) * part
+        if (track.told or COLLECTIVE.search(str(track.kind))) and judge.is_marked and (
+                transfer_us > max(TRANSFER_RATIO * judge.step_us, BOUND_US)):
+            found.append(bound_finding(judge, track.kind, transfer_us, track.steps,
+                                       f"in {track.kind} even the last rank waits {format_us(transfer_us)} a step: communication"))
+    return found
+
+
+def bound_finding(judge: Judge, phase: str, us: float, steps: Sequence[int], what: str) -> Dict[str, Any]:
+    cost_us = us * len(judge.steps)
+    is_transfer = "communication" in what
+    advice = ("compare with the network's speed for so many bytes; fewer bytes (bf16 gradients, larger accumulation), or "
+              "more overlap" if is_transfer else
+              f"let {phase} run beside the computing (more workers, read ahead, less often), or make it faster")
+    return finding(judge, "bound", sorted(judge.hosts), phase, steps, cost_us, cost_us, "medium",
+                   [f"{what}, {100 * us / judge.step_us:.0f} % of {format_us(judge.step_us)}"], advice)
+
+
+def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
+    """`opaque`: much of the steps is inside of spans that do not tell own work from waiting."""
+    for track in judge.tracks:
+        hidden = [str(p.opaque.get(track.kind)) for p in judge.mains if p.opaque.get(track.kind)]
+        dwell_us = median_low(track.transfer) * len(track.steps) / max(len(judge.steps), 1)
+        blind = not track.told and (hidden or not judge.is_marked or not COLLECTIVE.search(str(track.kind)))
+        if blind and len(judge.mains) > 1 and dwell_us > max(OPAQUE_RATIO * judge.step_us, BOUND_US) and track.kind:
+            what = f"{track.kind} takes {format_us(dwell_us)} of a step of {format_us(judge.step_us)} even on the rank that waits least"
+            why = {"fsdp": "under FSDP forward and backward gather weights: what of them is waiting cannot be told from "
+                           "the host. Run a few steps with the RuntimeProfiler hook (its device times tell), or under DDP"}.get(
+                hidden[0] if hidden else "", f"mark where {track.kind} waits: tracing.py's log_trace_span"
+                                             f"({track.kind!r}, sync=True) and its ready() when the rank's own work is done")
+            return finding(judge, "opaque", sorted(judge.hosts), track.kind, track.steps, 0, 0, "high",
+                           [what, f"a slow rank inside of {track.kind} would look like this as well"], why)
+    return None
+
+
+def finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int], cost_us: float,
+            saving_us: float, confidence: str, evidence: List[str], advice: str, period: Optional[int] = None) -> Dict[str, Any]:
+    return {
+        "kind": kind, "ranks": list(ranks), "hosts": sorted({judge.hosts[r] for r in ranks if judge.hosts.get(r)}),
+        "phase": phase or "between spans",
+        "steps": {"first": min(steps, default=None), "last": max(steps, default=None), "period": period},
+        "cost_s": cost_us / 1e6, "cost_percent": 100 * cost_us / judge.total_us,
+        "saving_s": saving_us / 1e6, "saving_percent": 100 * saving_us / judge.total_us,
+        "confidence": confidence, "evidence": evidence, "advice": advice,
+    }
+
+
+def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
+    """Stragglers that are one finding: a rank's at several kinds of meetings; ranks of one phase, alike late."""
+    groups: List[List[Late]] = []
+    for late in sorted(lates, key=lambda l: -l.late_us):
+        for group in groups:
+            head = group[0]
+            alike = late.phase == head.phase and late.late_us > 0.6 * head.late_us and abs(
+                late.steps[0] - head.steps[0]) <= max(3, 0.1 * len(judge.steps))
+            if alike and (late.rank == head.rank or late.track is head.track):
+                group.append(late)
+                break
+        else:
+            groups.append([late])
+    return groups
+
+
+def whole_hosts(judge: Judge, lates: List[Late]) -> List[List[Late]]:
+    """Hosts all of whose ranks (two at least) are late, when others are not; takes their lates out of the list."""
+    by_host: Dict[Any, set] = {}
+    for rank, host in judge.hosts.items():
+        by_host.setdefault(host, set()).add(rank)
+    late_ranks = {late.rank for late in lates}
+    slow = [host for host, ranks in by_host.items() if host and len(ranks) > 1 and ranks <= late_ranks]
+    found = []
+    for host in slow if len(by_host) > len(slow) else ():
+        group = [late for late in lates if judge.hosts[late.rank] == host]
+        if min(late.late_us for late in group) > 0.4 * max(late.late_us for late in group):
+            found.append(group)
+            lates[:] = [late for late in lates if late not in group]
+    return found
+
+
+def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[Late]) -> Dict[str, Any]:
+    """A finding from lates: what they cost, what fixing them alone would save, and how that is known."""
+    head = max(group, key=lambda l: l.late_us * len(l.steps))
+    ranks = sorted({late.rank for late in group})
+    saving_us = max(replay(judge, group), 0.0)
+    cost_us = sum(cost_of(judge, late) for late in group)
+    steps = sorted({step for late in group for step in late.steps})
+    # The phase that the group's ranks lost most in.
+    lost: Counter = Counter()
+    for late in group:
+        for us, phase in late.excess:
+            lost[phase] += max(us, 0.0) * len(late.steps)
+    phase = max(lost, key=lambda p: lost[p]) if lost else head.phase
+    part = lost[phase] / (sum(lost.values()) or 1)
+    meeting = plain_name(head.track.kind)
+    text = f"rank {format_ranks(ranks)} " + ("is" if len(ranks) == 1 else "are")
+    period = period_of(head.steps) if kind == "burst" else None
+    often = {"burst": f"{len(head.steps):,} times" + (f", every {period} steps" if period else ""),
+             "spike": f"once, at step {head.steps[0]}"}.get(kind, f"at {len(head.steps):,} meetings")
+    evidence = [f"{text} {format_us(head.late_us)} later than the others at {meeting}, {often}"
+                + (f" (z {head.z:.0f})" if head.z else ""),
+                f"{100 * part:.0f} % of it in {phase or 'code between spans'}"]
+    evidence += different_scalars(judge, ranks)
+    hidden_us = replay(judge, list(others) + group) - replay(judge, others) if others else saving_us
+    if saving_us < 0.5 * hidden_us:
+        behind = format_ranks(sorted({late.rank for late in others}))
+        evidence.append(f"hidden behind rank {behind}: saves {format_us(saving_us)} alone, {format_us(hidden_us)} when that is fixed")
+    where = " on " + ", ".join(sorted({str(judge.hosts[r]) for r in ranks if judge.hosts.get(r)})) if any(
+        judge.hosts.get(r) for r in ranks) else ""
+    advice = {
+        "slow_host": f"look at the host{where}: clocks, other jobs, its disks and network; or leave it out",
+        "burst": f"find what rank {format_ranks(ranks)} does in {phase or 'code between spans'}"
+                 + (f" every {period} steps" if period else " now and then")
+                 + "; if it is meant (logging, a checkpoint), give it a span of that name",
+        "spike": f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)} at step {head.steps[0]}: the host's log "
+                 "at that time, storage, garbage collection",
+    }.get(kind, f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)}{where}: its share of the data, "
+                "its host, what only it does")
+    confidence = "high" if (head.z >= 2 * MIN_Z or kind != "straggler") and part > 0.6 and len(head.steps) >= (
+        MIN_MEETINGS if kind == "straggler" else 1) else "medium"
+    return finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice, period)
+
+
+def cost_of(judge: Judge, late: Late) -> float:
+    """The rank's share (see losses) of what the meetings that it is late at cost."""
+    ranks = sorted(late.track.work)
+    share = losses(late.track.columns())[1][ranks.index(late.rank)]
+    return sum(us for us, cut in zip(share, late.cuts) if cut)
+
+
+def different_scalars(judge: Judge, ranks: Sequence[int]) -> List[str]:
+    """Scalars, such as the batch's size, that are larger on these ranks than on the others."""
+    told = []
+    means = {p.rank: {name: total / count for name, (total, count) in p.scalars.items()} for p in judge.mains}
+    for name in set().union(*(means[r] for r in ranks)):
+        here = [means[r][name] for r in ranks if name in means[r]]
+        there = [m[name] for r, m in means.items() if r not in ranks and name in m]
+        if there and median_low(there) > 0 and min(here) > 1.15 * max(there) and name.startswith(("batch", "num", "tokens")):
+            told.append(f"{name} is {median_low(here):.4g} there, {median_low(there):.4g} on the others")
+    return sorted(told)[:3]
+
+
+def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
+    """All findings about the time of steps, the one that saves most first."""
+    if not judge.tracks or not judge.total_us:
+        return []
+    lates = always_late(judge)
+    rest = list(lates)
+    found = []
+    every: List[Tuple[str, List[Late]]] = [("slow_host", group) for group in whole_hosts(judge, rest)]
+    every += [("straggler", group) for group in grouped(judge, rest)]
+    now_and_then = sometimes_late(judge, lates)
+    every += [(kind, [late]) for kind, late in now_and_then]
+    for kind, group in every:
+        # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
+        others = [late for _, other in every if other is not group for late in other]
+        found.append(describe_late(judge, kind, group, others))
+    known = [late for _, group in every for late in group]
+    found += [f for f in (moving(judge, known), slower_since(judge)) if f]
+    found += bound(judge)
+    found.sort(key=lambda f: (-f["saving_s"], -f["cost_s"]))
+    if found:
+        best = found[0]
+        per_step = judge.step_us - best["saving_s"] * 1e6 / len(judge.steps)
+        after = f"; then {found[1]['kind']} of rank {format_ranks(found[1]['ranks'])} in {found[1]['phase']} is next" if len(found) > 1 else ""
+        best["evidence"].append(f"without it a step would take {format_us(per_step)} instead of {format_us(judge.step_us)}{after}")
+    blind = opaque(judge)
+    return found + ([blind] if blind else [])
+
+
+# ---- The verdict: who stopped ----------------------------------------------------------------------------------------
+
+PEER_ERROR = re.compile(
+    r"connection (was )?(closed|reset|refused)|(read|write|recv|send) ?(error|failed)|broken pipe|time(d)?[ -]?out|remote (worker|process)|"
+    r"peer|nccl|gloo|distbackend|distnetwork|watchdog|abort|socket", re.I)
+MISMATCH = re.compile(r"preamble|mismatch|collectives? differ|different (shape|size)|desync", re.I)
+BEATS_MISSED = 3  # a process that owes so many heartbeats is no longer there
+TOGETHER_US = 3e6  # ranks that stopped within so much stopped at once
+
+
+class Fate:
+    """What became of one process, as far as its trace tells, and how far it had come."""
+
+    def __init__(self, p: Process, now_us: float, tells: set):
+        self.p, self.rank = p, p.rank
+        end = p.instants.get("process_end")
+        args = (end.get("args") or {}) if end else {}
+        how = str(args.get("how", "ok")) if end else None
+        self.error = None
+        self.over = how == "ok" or (how == "exit" and args.get("code") in (None, 0)) or (end is None and is_over(p))
+        self.gone = end is not None or self.over or is_gone(p, now_us)
+        last = p.errors[-1] if p.errors else None
+        if how == "exception" or (how == "exit" and not self.over):
+            text = f"{args.get('type')}: {args.get('message')}" if how == "exception" else f"sys.exit({args.get('code')!r})"
+            self.error = dict(origin(p.errors, text) or {"name": None, "step": p.last_step}, ts=end["ts"], err=text)
+        elif last and self.gone and not (how == "ok") and last["last_ts"] == p.main.mark:
+            self.error = origin(p.errors, last["err"])
+            self.over = False
+        if p.stacks.fatal and not self.over and not self.error:
+            self.error = {"name": self.phase(), "step": p.last_step, "ts": p.last_ts, "err": p.stacks.fatal}
+        told = how is not None and not self.over and not self.error
+        self.terminated = not self.error and (told or not self.over and self.gone and (
+            "signal" in p.instants or p.stacks.signal_at_death))
+        self.silent = self.gone and not (self.over or self.error or self.terminated)
+        meeting = next((e for e in reversed(p.main.stack) if e.get("sync") is True), None)
+        self.arrived = meeting is not None and ("ready" in meeting or meeting["name"] not in tells)
+        self.meeting = meeting["name"] if meeting else None
+        self.progress = (p.arrivals, self.arrived, p.main.mark or 0)
+
+    def phase(self) -> Optional[str]:
+        return self.p.main.stack[-1]["name"] if self.p.main.stack else self.p.last_phase
+
+    def step(self) -> Optional[int]:
+        return self.p.main.stack[-1].get("step", self.p.last_step) if self.p.main.stack else self.p.last_step
+
+    def is_victim(self) -> bool:
+        return self.error is not None and bool(PEER_ERROR.search(self.error["err"])) and (
+            "DataLoader worker" not in self.error["err"])
+
+    def place(self) -> str:
+        """Where it was, in words."""
+        phase = self.phase()
+        inside = f"in {phase}" if self.p.main.stack else f"after {phase}" if phase else "before its first span"
+        return inside + ("" if self.step() is None else f", step {self.step()}")
+
+
+def origin(errors: Sequence[Dict[str, Any]], text: str) -> Optional[Dict[str, Any]]:
+    """Where an exception that ended a process came from: the first of the errors that its way out raised."""
+    if not errors:
+        return None
+    first = errors[-1]
+    for error in reversed(errors[:-1]):
+        if first["ts"] - error["last_ts"] > 100_000:
+            break
+        first = error
+    return first
+
+
+def is_gone(p: Process, now_us: float) -> bool:
+    """The process is no longer there: asked of this machine when it ran here, else by the heartbeats that it owes."""
+    if p.last_ts is None:
+        return True
+    beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
+    quiet_us = now_us - p.last_ts
+    if p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id() and p.header.get("pid"):
+        if quiet_us > beat_us and not os.path.exists(f"/proc/{p.header['pid']}"):
+            return True
+        if os.path.exists(f"/proc/{p.header['pid']}") and quiet_us < 86_400e6 and began_after(p):
+            return False
+    return quiet_us > (max(BEATS_MISSED * beat_us, 30e6) if beat_us else 60e6)
+
+
+def boot_id() -> Optional[str]:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def began_after(p: Process) -> bool:
+    """The process of this number is the one that wrote the trace: it is not younger than its header."""
+    try:
+        return os.stat(f"/proc/{p.header['pid']}").st_mtime * 1e6 <= p.header.get("ts", 0) + 60e6
+    except OSError:
+        return False
+
+
+def stop_findings(run: "Run", mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
+    """How the run stands or ended: at most one finding. The first rule that fits is the one that tells."""
+    tells = {kind for p in mains for kind, told in p.rows if told}
+    tells |= {e["name"] for p in mains for e in p.main.stack if "ready" in e}
+    fates = [Fate(p, now_us, tells) for p in mains if p.rank is not None]
+    present = {f.rank for f in fates}
+    missing = [rank for rank in run.expected if rank not in present]
+    if not fates or all(f.over for f in fates) and not missing:
+        return []
+    stalled_us = stall_of(fates, now_us)
+    broken = stalled_us or any(f.error or f.silent for f in fates)
+    for rule in (desync if broken else None, stall if stalled_us else None, crash, killed, left_early, ended):
+        found = rule(fates, missing, stalled_us) if rule else None
+        if found:
+            return [found]
+    return []
+
+
+def stop_finding(kind: str, fates: Sequence[Fate], phase: Optional[str], step: Optional[int], confidence: str,
+                 evidence: List[str], advice: str, cost_s: float = 0.0) -> Dict[str, Any]:
+    return {
+        "kind": kind, "ranks": sorted(f.rank for f in fates),
+        "hosts": sorted({f.p.header["host"] for f in fates if f.p.header.get("host")}),
+        "phase": phase, "steps": {"first": step, "last": step, "period": None}, "cost_s": cost_s, "cost_percent": 0.0,
+        "saving_s": 0.0, "saving_percent": 0.0, "confidence": confidence, "evidence": evidence, "advice": advice,
+    }
+
+
+def stall_of(fates: Sequence[Fate], now_us: float) -> float:
+    """Microseconds for which no rank has done anything but live, when that is longer than the stall time-out; else 0.
+
+    Until now while some process lives; else until the last heartbeat: then somebody has ended a stalled job.
+    """
+    here = [f for f in fates if not f.over and not f.error]
+    if not here:
+        return 0.0
+    until = now_us if any(not f.gone for f in here) else max(f.p.last_ts for f in here)
+    newest = max(f.p.main.mark or f.p.first_ts for f in here)
+    limit_us = max(stall_limit_us(f.p) for f in here)
+    return until - newest if until - newest >= limit_us else 0.0
+
+
+def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
+    """Nothing happens any more. The culprit has come least far; among those whose heartbeats have stopped, if any."""
+    here = [f for f in fates if not f.over]
+    newest = max(f.p.last_ts for f in here)
+    for_s = format_us(stalled_us)
+    if missing:
+        return missing_ranks(fates, missing, f"the others have waited {for_s}")
+    quiet = [f for f in here if f.p.header.get("heartbeat_s") and f.p.beats
+             and newest - f.p.last_ts > BEATS_MISSED * 1e6 * f.p.header["heartbeat_s"]]
+    waiting = [f for f in here if f.arrived]
+    if quiet:
+        culprits = least(quiet)
+        held = culprits[0].p.stacks.last and not culprits[0].p.stacks.signal_at_death
+        why = "C code holds the interpreter (the stack was written in C)" if held else "frozen, stopped or killed"
+        evidence = [f"its heartbeats stopped {format_us(newest - culprits[0].p.last_ts)} before the others': {why}"]
+    elif len(waiting) == len(here) and len({f.progress[0] for f in here}) == 1:
+        first = here[0]
+        return stop_finding(
+            "stall", here, first.meeting, first.step(), "medium",
+            [f"for {for_s} all {len(here)} ranks have waited in {first.meeting}, step {first.step()}: no rank is to blame, "
+             "the collective itself does not end"],
+            "NCCL's flight recorder tells which collective: TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1; "
+            "check the network between the hosts", stalled_us / 1e6)
+    else:
+        culprits = least(here)
+        if len(culprits) == len(here) and not waiting and culprits[0].phase() in SET_APART:
+            return None  # all ranks take long over something that may take long
+        evidence = ["its heartbeats go on: it is alive" if culprits[0].p.beats else "it writes nothing more"]
+    head = culprits[0]
+    evidence.insert(0, f"rank {format_ranks(sorted(f.rank for f in culprits))} has been {head.place()} for {for_s}, nothing else happens")
+    others = [f for f in here if f not in culprits]
+    if others:
+        where = Counter(f.place() for f in others).most_common(1)[0][0]
+        evidence.append(f"rank {format_ranks(sorted(f.rank for f in others))} wait {where}")
+    done = [f.rank for f in fates if f.over]
+    evidence += [f"rank {format_ranks(sorted(done))} had ended"] if done else []
+    evidence += [f"stack: {' < '.join(head.p.last_stack()[:3])}"] if head.p.last_stack() else []
+    return stop_finding("stall", culprits, head.phase(), head.step(), "high" if waiting or quiet else "medium", evidence,
+                        "look at the stack of that rank (open spans, below)" if head.p.last_stack() else
+                        f"take its stack: kill -USR1 {head.p.header.get('pid')} on {head.p.header.get('host')}", stalled_us / 1e6)
+
+
+def least(fates: Sequence[Fate]) -> List[Fate]:
+    """Those that have come least far; more than one when they stopped at the same place."""
+    first = min(fates, key=lambda f: f.progress)
+    return [f for f in fates if f.progress[:2] == first.progress[:2] and not first.arrived and f.phase() == first.phase()
+            and f.step() == first.step()] or [first]
+
+
+def missing_ranks(fates: Sequence[Fate], missing: Sequence[int], what: str) -> Dict[str, Any]:
+    found = stop_finding("stall", [], None, None, "medium",
+                         [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs before its first record",
+                          what], "look at the output of that rank, and whether its host is up")
+    return dict(found, ranks=list(missing))
+
+
+def desync(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
+    """Ranks came to different meetings: the odd ones are those whose last steps are not like their steps before."""
+    orders = {f.rank: meeting_order(f) for f in fates if not f.over}
+    if len(orders) < 2:
+        return None
+    first = max(base for base, _ in orders.values())
+    last = min(base + len(order) for base, order in orders.values())
+    rows = {i: {rank: order[i - base] for rank, (base, order) in orders.items()} for i in range(first, last)}
+    differ = [i for i, row in rows.items() if len({kind for _, kind in row.values()}) > 1
+              or len({step for step, _ in row.values()}) > 1]
+    if not differ:
+        return mismatch(fates)
+    row = rows[differ[0]]
+    newest = max(step for step, _ in row.values())
+    if differ[0] > first and newest - max(step for step, _ in rows[differ[0] - 1].values()) > 2 or last - differ[0] > 2 * (
+            1 + max(Counter(step for step, _ in order).most_common(1)[0][1] for _, order in orders.values() if order)):
+        return None  # these ranks never came to the same meetings: it is how the loop is made
+    # What usually comes after the meeting before: as it was in the steps before this one.
+    usual = Counter()
+    _, reference = orders[min(orders)]
+    before = rows[differ[0] - 1][min(orders)][1] if differ[0] - 1 in rows else None
+    for (_, a), (_, b) in zip(reference, reference[1:max(differ[0] - orders[min(orders)][0], 1)]):
+        usual[b] += a == before
+    expected = usual.most_common(1)[0][0] if usual else None
+    odd = [rank for rank, (_, kind) in row.items() if kind != expected]
+    if not odd or len(odd) == len(row):
+        common = Counter(row.values()).most_common(1)[0]
+        odd = [rank for rank, at in row.items() if at != common[0]] if common[1] > len(row) / 2 else sorted(row)
+    rest = [rank for rank in row if rank not in odd] or odd
+    (odd_step, odd_kind), (step, kind) = row[odd[0]], row[rest[0]]
+    culprits = [f for f in fates if f.rank in odd]
+    return stop_finding(
+        "desync", culprits, kind, step, "high" if len(odd) < len(row) else "low",
+        [f"rank {format_ranks(odd)} came to {odd_kind} of step {odd_step} when rank {format_ranks(sorted(rest))} came to {kind} of step {step}",
+         f"until then all came to the same {differ[0]:,} meetings"],
+        f"look for a condition that differs between ranks around {kind}: every rank must make the same collective calls in the "
+        "same order", stalled_us / 1e6)
+
+
+def meeting_order(f: Fate) -> Tuple[int, List[Tuple[int, str]]]:
+    """(number of the first, [(step, kind)]) of the last meetings of a rank, the one that it is in included."""
+    p = f.p
+    kinds = [zip(rows, repeat(kind)) for (kind, _), rows in p.rows.items() if kind != "" and kind not in p.soft]
+    order = deque(((row[0], plain_name(kind)) for row, kind in heapq.merge(*kinds, key=lambda item: item[0][1])), maxlen=500)
+    num = sum(len(rows) for (kind, _), rows in p.rows.items() if kind != "" and kind not in p.soft)
+    base = num - len(order)
+    if f.arrived:
+        order.append((f.p.main.stack[-1].get("step", -1), f.meeting))
+    return base, list(order)
+
+
+def mismatch(fates: Sequence[Fate]) -> Optional[Dict[str, Any]]:
+    """The same meetings, but the collectives inside did not fit: their errors say so."""
+    told = [f for f in fates if f.error and MISMATCH.search(f.error["err"])]
+    if not told:
+        return None
+    first = min(told, key=lambda f: f.error["ts"])
+    return stop_finding("desync", told, first.error["name"], first.error["step"], "low",
+                        [f"rank {f.rank}: {f.error['err'][:200]}" for f in told[:3]],
+                        "a collective was called with other shapes or in another order on some rank: TORCH_DISTRIBUTED_DEBUG=DETAIL "
+                        "names it")
+
+
+def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
+    """An exception that is no news of another rank's end: the earliest. All ranks alike: all of them."""
+    own = [f for f in fates if f.error and not f.is_victim()]
+    if not own:
+        return None
+    first = min(own, key=lambda f: f.error["ts"])
+    alike = [f for f in own if f.error["err"].split(":")[0] == first.error["err"].split(":")[0] and f.error["step"] == first.error["step"]]
+    culprits = alike if len(alike) == len(fates) else [first]
+    error, text = first.error, printable(first.error["err"], 300)
+    evidence = [f"rank {format_ranks(sorted(f.rank for f in culprits))}, {error['name'] or 'outside of its spans'}"
+                + (f", step {error['step']}" if error["step"] is not None else "") + f": {text}"]
+    return stop_finding("crash", culprits, error["name"] or first.phase(), error["step"], "high",
+                        evidence + victims(fates, culprits), "mend that error; what other ranks report comes from it"
+                        if len(culprits) < len(fates) else "all ranks failed alike: the code or the data, not a machine")
+
+
+def victims(fates: Sequence[Fate], culprits: Sequence[Fate]) -> List[str]:
+    """What the end of the culprits did to the others, in words."""
+    told = [f for f in fates if f not in culprits and f.is_victim()]
+    ended_by = [f for f in fates if f not in culprits and f.terminated]
+    lines = []
+    if told:
+        lines.append(f"victims: rank {format_ranks(sorted(f.rank for f in told))} ({printable(told[0].error['err'], 100)})")
+    if ended_by:
+        lines.append(f"victims: rank {format_ranks(sorted(f.rank for f in ended_by))}, ended by SIGTERM {ended_by[0].place()}")
+    return lines
+
+
+def killed(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
+    """A process that stopped without a word while others lived to tell: SIGKILL, out of memory, os._exit."""
+    silent = [f for f in fates if f.silent]
+    rest = [f for f in fates if not f.silent]
+    if missing and (rest or silent):
+        return missing_ranks(fates, missing, "all others did")
+    if not silent:
+        return None
+    last = max(f.p.last_ts for f in fates)
+    first = min(f.p.last_ts for f in silent)
+    if not rest or all(f.over for f in rest):
+        beat_us = 1e6 * max(f.p.header.get("heartbeat_s") or 0 for f in silent)
+        early = [f for f in silent if last - f.p.last_ts > max(BEATS_MISSED * beat_us, TOGETHER_US)]
+        if len(silent) > 1 and not early and not rest:
+            return None  # all at once
+        silent = early or silent
+    culprits = least(silent)
+    hosts = {f.p.header.get("host") for f in silent}
+    if len(hosts) == 1 and len({f.p.header.get("host") for f in fates}) > 1 and len(silent) > 1 and all(
+            f in silent for f in fates if f.p.header.get("host") in hosts):
+        culprits = silent  # a host was lost
+    head = culprits[0]
+    evidence = [f"rank {format_ranks(sorted(f.rank for f in culprits))} stopped {head.place()}, without an error, a signal's stack or an "
+                "end in its trace"]
+    evidence += memory_of(head, fates) + victims(fates, culprits)
+    return stop_finding("killed", culprits, head.phase(), head.step(), "high" if rest else "medium", evidence,
+                        "SIGKILL, os._exit or the out-of-memory killer: `dmesg -T | grep -i oom` on its host, the scheduler's log, "
+                        "its exit code in torchrun's output (-9: SIGKILL)")
+
+
+def memory_of(head: Fate, fates: Sequence[Fate]) -> List[str]:
+    rss = {f.rank: ((f.p.instants.get("heartbeat") or {}).get("args") or {}).get("rss_mb") for f in fates}
+    others = [v for rank, v in rss.items() if rank != head.rank and isinstance(v, (int, float))]
+    mine = rss.get(head.rank)
+    if isinstance(mine, (int, float)) and others and mine > 1.3 * median_low(others):
+        return [f"it had {mine:,.0f} MB of memory, the others {median_low(others):,.0f} MB: out of memory?"]
+    return []
+
+
+def left_early(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
+    """A rank that ended in good order while the others went on and failed for it."""
+    over = [f for f in fates if f.over]
+    failed = [f for f in fates if f.is_victim() or f.terminated or (f.gone and not f.over)]
+    if not over or not failed:
+        return None
+    furthest = max(f.p.last_step or 0 for f in failed)
+    head = over[0]
+    return stop_finding("left_early", over, head.p.last_phase, head.p.last_step, "high" if len(over) < len(fates) / 2 else "medium",
+                        [f"rank {format_ranks(sorted(f.rank for f in over))} ended in order after step {head.p.last_step}; the others "
+                         f"were at step {furthest}"] + victims(fates, over),
+                        "every rank must run the same number of steps: unequal shares of the data (drop_last, "
+                        "DistributedSampler), or a condition that ends one rank's loop")
+
+
+def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
+    """No rank is to blame: ended from outside, only victims left, or everything at once."""
+    gone = [f for f in fates if f.gone and not f.over]
+    if not gone:
+        return None
+    head = least(gone)[0]
+    where = Counter(f.place() for f in gone).most_common(1)[0][0]
+    terminated = [f for f in gone if f.terminated]
+    errors = [f for f in gone if f.error]
+    if errors:
+        free = [f for f in gone if not f.error and not f.terminated] or least(gone)
+        return stop_finding("crash", free[:1], head.phase(), head.step(), "low",
+                            ["only news of other ranks' ends is left", *victims(fates, [])],
+                            "look at the output of the ranks for the first error; the addresses in these messages name the peer")
+    if terminated:
+        return stop_finding("terminated", terminated, head.phase(), head.step(), "high",
+                            [f"{len(terminated)} of {len(fates)} ranks got SIGTERM, {where}; none had failed before"],
+                            "ended from outside: the scheduler's time limit or preemption, or somebody's kill")
+    return stop_finding("ended_abruptly", gone, head.phase(), head.step(), "medium",
+                        [f"all {len(gone)} ranks stopped at once, {where}, without an error, a signal's stack or an end"],
+                        "the host was lost or everything was killed at once: the scheduler's log, dmesg, power")
+
+
 # ---- The verdict -----------------------------------------------------------------------------------------------------
 
-def find(run: Run, states: Dict[int, str]) -> List[Dict[str, Any]]:
-    """The findings, the one that costs most first: pure functions over the numbers of the processes."""
-    return []
+def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
+    """The findings: first how the run stands or ended, then what slows it down, that which saves most first."""
+    stopped = stop_findings(run, mains, now_us)
+    judge = Judge(mains, run)
+    slow = slow_findings(judge)
+    if stopped or slow:
+        return stopped + slow
+    num_steps = len(judge.steps)
+    step = format_us(judge.step_us)
+    if num_steps < MIN_MEETINGS:
+        return [plain_finding(judge, "insufficient", f"{num_steps} steps after the first {judge.num_warm_up}: nothing stands out, "
+                              f"but {MIN_MEETINGS} are needed to tell", "let it run on, or widen --steps")]
+    lost = sum(sum(loss) for loss in judge.base.values()) / judge.total_us
+    return [plain_finding(judge, "healthy", f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % "
+                          "of them, no rank more than others", "nothing to do")]
+
+
+def plain_finding(judge: Judge, kind: str, evidence: str, advice: str) -> Dict[str, Any]:
+    return {"kind": kind, "ranks": [], "hosts": [], "phase": None,
+            "steps": {"first": min(judge.steps, default=None), "last": max(judge.steps, default=None), "period": None},
+            "cost_s": 0.0, "cost_percent": 0.0, "saving_s": 0.0, "saving_percent": 0.0,
+            "confidence": "high" if kind == "healthy" else "low", "evidence": [evidence], "advice": advice}
+
+
+# ---- Clocks ----------------------------------------------------------------------------------------------------------
+
+def clock_offsets(mains: Sequence[Process]) -> List[Dict[str, Any]]:
+    """Per host, how far its wall clock is ahead of rank 0's: offset_us (at the middle of the run), drift_ppm, residual_us.
+
+    The same boot_id: one monotonic clock, exact. Else from the ends of meetings, at which all are released at once:
+    the line through the differences by Theil and Sen (median of slopes between pairs, median of what is left).
+    """
+    reference = next((p for p in mains if p.rank == 0), mains[0] if mains else None)
+    found: Dict[Any, Dict[str, Any]] = {}
+    ends = None
+    for p in mains:
+        host = p.header.get("host")
+        if reference is None or host is None or host in found:
+            continue
+        if p.header.get("boot_id") and p.header.get("boot_id") == reference.header.get("boot_id") and None not in (
+                p.header.get("mono_us"), reference.header.get("mono_us")):
+            offset = wall_minus_monotonic(p) - wall_minus_monotonic(reference)
+            found[host] = {"host": host, "offset_us": offset, "drift_ppm": 0.0, "residual_us": 0.0}
+            continue
+        ends = release_times(reference) if ends is None else ends
+        pairs = sorted((ts, other - ts) for key, other in release_times(p).items() for ts in [ends.get(key)] if ts is not None)
+        if len(pairs) >= FEW_MEETINGS:
+            found[host] = dict(host=host, **theil_sen(pairs))
+    return list(found.values())
+
+
+def wall_minus_monotonic(p: Process) -> int:
+    return p.header["ts"] - p.header["mono_us"]
+
+
+def release_times(p: Process) -> Dict[tuple, int]:
+    """{(kind, step, number in the step): end} of the meetings at which every rank waits for every other."""
+    found, number = {}, Counter()
+    for (kind, _), rows in p.rows.items():
+        if kind != "" and kind not in p.soft:
+            for step, end, _, _ in rows:
+                found[kind, step, number[kind, step]] = end
+                number[kind, step] += 1
+    return found
+
+
+def theil_sen(pairs: Sequence[Tuple[float, float]]) -> Dict[str, float]:
+    """Offset at the middle, drift and median residual of (time, difference) pairs, sorted by time."""
+    pairs = pairs[::len(pairs) // 200 + 1]
+    span = pairs[-1][0] - pairs[0][0]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(pairs) for b in pairs[i + 1:] if b[0] - a[0] > 0.2 * span > 0]
+    slope = median_of(slopes) if slopes else 0.0
+    middle = (pairs[0][0] + pairs[-1][0]) / 2
+    left = [d - slope * (t - middle) for t, d in pairs]
+    offset = median_of(left)
+    return {"offset_us": round(offset), "drift_ppm": slope * 1e6,
+            "residual_us": median_of([abs(v - offset) for v in left])}
 
 
 # ---- The text --------------------------------------------------------------------------------------------------------
@@ -1208,7 +2469,7 @@ def render(summary: Dict[str, Any], top: int, colour: bool) -> str:
     """The summary for a person: who was where, what is still open, where the time went, what could not be read."""
     bold = (lambda text: f"\033[1m{text}\033[0m") if colour else str
     red = (lambda text: f"\033[31m{text}\033[0m") if colour else str
-    lines = render_head(summary, bold)
+    lines = render_head(summary, bold) + render_findings(summary, top, bold)
     for title, part in (("ranks", render_ranks(summary, top)), ("errors", render_errors(summary, top)),
                         ("open spans", render_open(summary, top)), ("phases", render_phases(summary, top))):
         if part:
@@ -1224,6 +2485,34 @@ def render(summary: Dict[str, Any], top: int, colour: bool) -> str:
         if len(notes) > 3 * top:
             lines.append(f"  ... and {len(notes) - 3 * top} more (--json has all)")
     return "\n".join(lines) + "\n"
+
+
+def render_findings(summary: Dict[str, Any], top: int, bold) -> List[str]:
+    """The verdict, then what else was found: what and where, what it costs, how that is known, what to do."""
+    lines = []
+    for number, f in enumerate(summary["findings"][:top]):
+        title = f"{'verdict: ' if number == 0 else ''}{f['kind']}"
+        if f["ranks"] and len(f["ranks"]) < summary["world_size"]:
+            title += f", rank {format_ranks(f['ranks'])}"
+            title += f" on {', '.join(map(printable, f['hosts'][:3]))}" if f["hosts"] else ""
+        title += f", {printable(f['phase'])}" if f["phase"] else ""
+        first, last, period = f["steps"]["first"], f["steps"]["last"], f["steps"]["period"]
+        if first is not None and f["kind"] not in ("healthy", "insufficient"):
+            title += f", step {first}" if first == last else f", steps {first} to {last}"
+            title += f", every {period}" if period else ""
+        lines += ["", bold(title)]
+        told = []
+        if f["cost_s"]:
+            told.append(f"costs {format_us(f['cost_s'] * 1e6)}" + (
+                f", {f['cost_percent']:.1f} % of the steps' time; fixing it saves {format_us(f['saving_s'] * 1e6)}, "
+                f"{f['saving_percent']:.1f} %" if f["cost_percent"] else " so far"))
+        told += f["evidence"] + [f"confidence: {f['confidence']}"]
+        for text, mark in [(t, "- ") for t in told] + [(f["advice"], "> ")]:
+            lines += textwrap.wrap(printable(text), WIDTH, initial_indent="  " + mark, subsequent_indent="    ",
+                                   break_on_hyphens=False)
+    if len(summary["findings"]) > top:
+        lines.append(f"  ... and {len(summary['findings']) - top} more findings (--top N, --json)")
+    return lines
 
 
 def is_alarming(line: str) -> bool:
@@ -1254,44 +2543,46 @@ def format_time(ts: float) -> str:
 
 
 def render_ranks(summary: Dict[str, Any], top: int) -> List[str]:
-    """One line for all ranks that are alike: same state, step, phase and about the same own time a step."""
+    """Few ranks have a line each; of many, those that are alike share one, and those whose own time is unusual do not."""
     ranks = summary["ranks"]
-    own = {id(r): r["own_us"] / r["num_steps"] for r in ranks if r["num_steps"]}
-    usual = sorted(own.values())[len(own) // 2] if own else 0
+    own_us = sorted(r["step_own_us"] for r in ranks if r["step_own_us"] is not None)
+    usual_us = own_us[len(own_us) // 2] if own_us else 0
     last_ts = max((r["last_ts"] for r in ranks if r["last_ts"]), default=0)
     groups: Dict[tuple, List[dict]] = {}
     for r in ranks:
-        odd = id(r) in own and abs(own[id(r)] - usual) > max(0.1 * usual, 1000)
-        # Few ranks have a line each; of many, those whose own time is unusual have.
-        alike = r["rank"] if len(ranks) <= 16 or odd else None
+        odd = r["step_own_us"] is not None and abs(r["step_own_us"] - usual_us) > max(0.1 * usual_us, 1000)
+        alike = (r["rank"], r["pid"]) if len(ranks) <= 16 or odd else None
         groups.setdefault((alike, r["state"], r["last_step"], r["last_phase"], r["source"]), []).append(r)
-    sources = len({r["source"] for r in ranks if r["source"]}) > 1
+    sources = {r["source"] for r in ranks if r["source"]}
     rows = []
-    shown = sorted(groups.items(), key=lambda g: (len(g[1]) == 1, g[1][0]["rank"] is None, g[1][0]["rank"] or 0))
-    for (_, state, step, phase, source), members in shown[:max(top, 16)]:
-        own_us = sorted(own[id(r)] for r in members if id(r) in own)
-        wait_us = sorted(r["wait_us"] / r["num_steps"] for r in members if r["num_steps"])
-        newest = max((r["last_ts"] for r in members if r["last_ts"]), default=None)
-        hosts = sorted({r["host"] for r in members if r["host"]})
+    shown = sorted(groups.values(), key=lambda g: (len(g) == 1, g[0]["rank"] is None, g[0]["rank"] or 0))
+    for members in shown[:max(top, 16)]:
+        r, hosts = members[0], sorted({m["host"] for m in members if m["host"]})
+        silent_us = last_ts - max((m["last_ts"] for m in members if m["last_ts"]), default=last_ts)
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts" if hosts else "-"
         rows.append([
-            printable(format_ranks([r["rank"] for r in members if r["rank"] is not None]) or "?", 24), state,
-            "-" if step is None else str(step), printable(phase or "-", 24),
-            format_us(own_us[len(own_us) // 2]) if own_us else "-", format_us(wait_us[len(wait_us) // 2]) if wait_us else "-",
-            "-" if newest is None else f"-{format_us(last_ts - newest)}" if last_ts - newest >= 1000 else "0",
-            printable((f"{source} " if sources else "") + (
-                hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts" if hosts else "-"), 20)])
+            printable(format_ranks([m["rank"] for m in members if m["rank"] is not None]) or "?", 24), r["state"],
+            "-" if r["last_step"] is None else str(r["last_step"]), printable(r["last_phase"] or "-", 20),
+            *(format_us(middle([m[key] for m in members if m[key] is not None])) for key in ("step_own_us", "step_wait_us")),
+            f"{format_us(silent_us)} ago" if silent_us > 1e6 and r["state"] != "ended" else "",
+            printable(f"{r['source']} {where}" if len(sources) > 1 else where, 20)])
     lines = table(["rank", "state", "step", "last phase", "own/step", "wait/step", "last sign", "host"], rows, (0, 1, 3, 7))
     if len(shown) > len(rows):
         lines.append(f"... and {len(shown) - len(rows)} more lines (--top N, --ranks, --json)")
     return lines
 
 
+def middle(values: List[float]) -> Optional[float]:
+    return sorted(values)[len(values) // 2] if values else None
+
+
 def render_errors(summary: Dict[str, Any], top: int) -> List[str]:
     lines = []
     errors = sorted(summary["errors"], key=lambda e: e["ts"])
     for e in errors[:top]:
-        step = "" if e["step"] is None else f", step {e['step']}"
-        lines.append(printable(f"rank {e['rank']}{step}, {e['name']}: {e['err']}", WIDTH - 2))
+        where = ("" if e["step"] is None else f", step {e['step']}") + (f", {e['name']}" if e["name"] else "")
+        lines.append(printable(f"rank {e['rank']}{where}: {e['err']}", WIDTH - 2))
+        lines += [printable(f"    {frame}", WIDTH - 2) for frame in e["frames"][:3]]
     return lines + ([f"... and {len(errors) - top} more"] if len(errors) > top else [])
 
 
@@ -1306,7 +2597,9 @@ def render_open(summary: Dict[str, Any], top: int) -> List[str]:
         innermost.add(line)
         groups.setdefault((span["name"], span["step"], tuple(span["parents"]), span["thread"], span["ready"]), []).append(span)
     lines = []
-    for (name, step, parents, thread, ready), spans in sorted(groups.items(), key=lambda g: -max(s["age_s"] for s in g[1]))[:top]:
+    # Main threads first, and of these the one that has been in its span for the longest.
+    order = sorted(groups.items(), key=lambda g: (g[0][3] is not None, -max(s["age_s"] for s in g[1])))
+    for (name, step, parents, thread, ready), spans in order[:top]:
         oldest = max(spans, key=lambda s: s["age_s"])
         ranks = format_ranks(sorted({s["rank"] for s in spans if s["rank"] is not None})) or "?"
         text = f"rank {ranks}: {name}" + ("" if step is None else f", step {step}") + f", open {format_us(oldest['age_s'] * 1e6)}"
