@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import platform
 import queue
 import random
@@ -30,6 +31,7 @@ import sys
 import threading
 import time
 import traceback
+import zipfile
 import zlib
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from datetime import timedelta
@@ -191,7 +193,10 @@ def resolve(value):
 
 
 def mistake(key: str, problem: str, got=None, wanted: str = "", near: str = "", known=()) -> RecipeError:
-    """The one message: key and problem, what was got and where, what was wanted, the nearest known name."""
+    """The one message: key and problem, what was got and where, what was wanted, the nearest known name.
+
+    known: the names that may have been meant, or name -> what to suggest for it.
+    """
     lines = [f"{key}: {problem}"]
     if got is not None:
         text = str(got) if isinstance(got, Written) and got.plain else repr(resolve(got))
@@ -201,8 +206,9 @@ def mistake(key: str, problem: str, got=None, wanted: str = "", near: str = "", 
         lines.append(f"  got: {text[:200] or 'nothing'}{'...' if len(text) > 200 else ''}{where}")
     if wanted or known:
         lines.append(f"  wanted: {wanted or 'one of ' + ', '.join(known)}")
-    names = {name.lower(): name for name in known}
-    lines += [f"  did you mean {names[name]}?" for name in difflib.get_close_matches(near.lower(), names, 1)]
+    known = known if isinstance(known, dict) else dict(zip(known, known))
+    near_names = difflib.get_close_matches(near.lower(), [name.lower() for name in known], 1)
+    lines += [f"  did you mean {known[name]}?" for name in known if name.lower() in near_names][:1]
     return RecipeError("\n".join(lines))
 
 
@@ -272,7 +278,7 @@ def read_layers(path: Path, above: tuple = ()) -> list[dict]:
     except UnicodeDecodeError:
         raise mistake(str(path), "not a recipe: not UTF-8 text") from None
     except OSError as error:
-        others = sorted(file.name for file in path.parent.glob("*.y*ml"))
+        others = sorted(file.name for file in path.parent.glob("*.y*ml") if file.is_file())
         what = f"the base of {above[-1]}" if above else "the recipe"
         raise mistake(str(path), f"cannot read {what}: {error.strerror}", wanted="the path of a YAML file",
                       near=path.name, known=others) from None
@@ -303,7 +309,7 @@ def merge(low, high, key: str = ""):
     for name, value in high.items():
         if key == "hooks" and (value is None or is_plain(value, NULLS)):
             if name not in merged:
-                raise mistake(join(key, name), "no such hook to drop", got=value, near=name, known=low)
+                raise mistake(join(key, name), "no such hook to drop", got=value, near=name, known=list(low))
             del merged[name]
             continue
         if key == "hooks" and is_plain(value, ("",)):
@@ -436,11 +442,11 @@ def coerce(value, kind, key: str):
     if not isinstance(value, dict):
         raise mistake(key, "a section, not a value", value, f"{key}.<setting> with one of {', '.join(kinds)}")
     # What is not known here may be known one section down: lr is optimizer.lr.
-    below = {sub: join(name, sub) for name, item in value.items() if isinstance(item, dict) for sub in item}
+    known = {sub: join(name, sub) for name, item in value.items() if isinstance(item, dict) for sub in item}
+    known.update({name: join(key, name) for name in kinds})
     for name, item in value.items():
         if name not in kinds:
-            raise mistake(join(key, name), "no such setting", item, f"one of {', '.join(kinds)}",
-                          below.get(name, name), [*kinds, *below.values()])
+            raise mistake(join(key, name), "no such setting", item, f"one of {', '.join(kinds)}", name, known)
     for item in fields(section):
         if item.name not in value and item.default is MISSING and item.default_factory is MISSING:
             raise mistake(join(key, item.name), "required", wanted=describe(kinds[item.name]))
@@ -681,7 +687,7 @@ def check_call(key: str, function, keywords: dict, extra: tuple = ()) -> dict:
         for name, value in keywords.items():
             if name not in known and not takes_any:
                 problem = f"{title} has no such keyword"
-                raise mistake(join(key, name), problem, value, near=name, known=known) from None
+                raise mistake(join(key, name), problem, value, near=name, known=list(known)) from None
         for name, item in known.items():
             if item.default is item.empty and name not in keywords:
                 raise mistake(join(key, name), f"{title} requires it", wanted=describe(kinds[name])) from None
@@ -721,13 +727,13 @@ def is_component(value) -> bool:
 
 def check_hook(name: str, settings) -> dict:
     """A hook's settings with its type or target, as the constructor of its class wants them."""
-    import hooks  # and torch
-
     key = join("hooks", name)
     if not isinstance(settings, dict):
         raise mistake(key, "not a legal value", settings, "{setting: value, ...}, or null to drop the hook")
     if "target" in settings and "type" in settings:
         raise mistake(key, "has a type and a target", settings, "one of them")
+    import hooks  # and torch with it
+
     if "target" in settings:
         checked = check_component(key, settings)
         hook = locate(checked["target"])
@@ -835,6 +841,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler,
                               SequentialSampler, get_worker_info)
@@ -913,7 +920,9 @@ def find_world() -> World:
 def connect(world: World, timeout_s: float) -> None:
     """Reach torchrun's store, so that ranks can agree on the run directory before anything that may hang."""
     if "RANK" in os.environ:
-        world.store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        # What an earlier start of the same torchrun said may still be there.
+        world.store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def join_process_group(world: World, recipe: Recipe) -> None:
@@ -945,8 +954,96 @@ def mixed_seed(*parts: int) -> int:
 # ---- Run directory ------------------------------------------------------------------------------------------------
 
 
-def choose_run_dir(recipe: Recipe) -> tuple[str, int]:
-    """Make the directory of a fresh run, and say which start of the run this is. Rank 0 alone."""
+@dataclass
+class Start:
+    """What rank 0 decides for all ranks: where this start of a run writes, and what it goes on from."""
+
+    run_dir: Path
+    attempt: int  # which start of the run this is, from 0
+    wandb_id: str  # a resumed run goes on in the same W&B run
+    checkpoint: Path | None  # what it goes on from; None: from the beginning
+    asked_for: bool  # by resume=, and not by a restart
+    warnings: list[str]  # from before there was a train.log
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> Start:
+        told = json.loads(text)
+        told["run_dir"], told["checkpoint"] = Path(told["run_dir"]), told["checkpoint"] and Path(told["checkpoint"])
+        return cls(**told)
+
+
+def choose_start(recipe: Recipe) -> Start:
+    """A restart by torchrun goes on in its run directory by itself, resume= where it says, anything else in a new one.
+
+    Rank 0 alone, before there is a process group.
+    """
+    warnings: list[str] = []
+    run_dir, checkpoint = run_before_restart(recipe), None
+    if run_dir is not None:
+        checkpoint = latest_checkpoint(run_dir / "checkpoints", warnings.append)
+    if checkpoint is None and recipe.resume:
+        checkpoint = find_checkpoint(recipe.resume, "resume", warnings.append)
+        if problem := damage(checkpoint):
+            raise RecipeError(f"resume={checkpoint} is damaged ({problem}). The name of its run directory in place of"
+                              f" the file's takes the newest checkpoint that is whole")
+    if checkpoint is None and recipe.weights:
+        find_checkpoint(recipe.weights, "weights", warnings.append)  # a path that is not there stops at once
+    if run_dir is None:
+        home = home_of(checkpoint)
+        is_other = recipe.run and home != (Path(recipe.exp_dir) / recipe.group / recipe.run).absolute()
+        run_dir = new_run_dir(recipe) if home is None or is_other else home
+    saved = load_checkpoint(checkpoint, "resume") if checkpoint else {}
+    earlier = sorted((run_dir / "launch").glob("attempt_*/start.json"), key=lambda path: path.stat().st_mtime)
+    known_id = json.loads(earlier[-1].read_text())["wandb_id"] if earlier else secrets.token_hex(4)
+    start = Start(run_dir, saved.get("attempt", -1) + 1, saved.get("wandb_id", known_id), checkpoint,
+                  torchrun_identity()["restart"] == 0, warnings)
+    (run_dir / "launch").mkdir(exist_ok=True)
+    while (launch_dir := run_dir / "launch" / f"attempt_{start.attempt}").exists():
+        start.attempt += 1
+    launch_dir.mkdir()
+    facts = {**torchrun_identity(), "attempt": start.attempt, "wandb_id": start.wandb_id, "checkpoint": checkpoint}
+    write_durably(launch_dir / "start.json", lambda file: file.write(json.dumps(facts, default=str).encode()))
+    return start
+
+
+def home_of(checkpoint: Path | None) -> Path | None:
+    """The run directory in which a checkpoint lies; None for one that was copied elsewhere."""
+    if checkpoint is None or checkpoint.parent.name != "checkpoints" or not (checkpoint.parents[1] / "launch").is_dir():
+        return None
+    return checkpoint.parents[1]
+
+
+def torchrun_identity() -> dict[str, Any]:
+    """What tells this torchrun from all others: its run id where it has one of its own, else its process."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return {"run_id": run_id, "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            "host": socket.gethostname(), "agent_pid": os.getppid()}
+
+
+def run_before_restart(recipe: Recipe) -> Path | None:
+    """The run directory that this torchrun wrote into before it restarted its processes; None at a first start."""
+    me = torchrun_identity()
+    if me["restart"] == 0:
+        return None
+    folders = [Path(recipe.exp_dir) / recipe.group]
+    if recipe.resume:  # a run directory, its checkpoints, or one of them
+        folders += [Path(recipe.resume).parent, *Path(recipe.resume).parents[1:3]]
+    found = {path for folder in folders for path in folder.glob("*/launch/attempt_*/start.json")}
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        told = json.loads(path.read_text())
+        # On one host the process decides, since run ids are used again; on another there is only the id.
+        same = "agent_pid" if told["host"] == me["host"] else "run_id"
+        if told[same] == me[same] and told["run_id"] == me["run_id"] != "none" or (
+                same == "agent_pid" and told[same] == me[same] and told["run_id"] == me["run_id"]):
+            return path.parents[2].absolute()
+    return None
+
+
+def new_run_dir(recipe: Recipe) -> Path:
+    """Make the directory of a fresh run."""
     parent = Path(recipe.exp_dir) / recipe.group
     if recipe.run:
         run_dir = parent / recipe.run
@@ -954,13 +1051,13 @@ def choose_run_dir(recipe: Recipe) -> tuple[str, int]:
             raise RecipeError(f"run={recipe.run}: {run_dir} was used before; a fresh start never writes into it. Give"
                               f" another run=, or go on with it: resume={run_dir}")
         run_dir.mkdir(parents=True, exist_ok=True)
-        return str(run_dir.absolute()), 0
+        return run_dir.absolute()
     start = time.strftime("%Y%m%d-%H%M%S")
     for attempt in itertools.count(1):
         run_dir = parent / (start if attempt == 1 else f"{start}-{attempt}")
         try:
             run_dir.mkdir(parents=True)  # atomic: of two jobs that start in the same second one takes the next name
-            return str(run_dir.absolute()), 0
+            return run_dir.absolute()
         except FileExistsError:
             continue
 
@@ -1143,7 +1240,6 @@ class MetricLog:
         """Write and return train/*: the means over the epoch of what was logged as train_batch/*."""
         self.write_arrived(wait=True)
         means = {f"train/{key.split('/', 1)[1]}": total / count for key, (total, count) in self.epoch_sums.items()}
-        self.epoch_sums.clear()
         if means:
             self._write(step, epoch, means)
         return means
@@ -1202,12 +1298,12 @@ class MetricWriter(threading.Thread):
             logger.warning("%s %s; %s", self.where, what, consequence)
 
 
-def open_tensorboard(run_dir: Path, first_step: int) -> tuple[Callable, Callable]:
-    """One event file for this start; what an earlier start wrote from first_step on is purged."""
+def open_tensorboard(run_dir: Path, purge_step: int | None) -> tuple[Callable, Callable]:
+    """One event file for this start; readers drop what earlier starts wrote from purge_step on."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
-    board = SummaryWriter(str(run_dir), purge_step=first_step if first_step > 1 else None)
+    board = SummaryWriter(str(run_dir), purge_step=purge_step)
 
     def write(step: int, values: dict[str, float]) -> None:
         # One event for all values of a step: add_scalar would write an event for each.
@@ -1429,7 +1525,7 @@ def damage(path: Path) -> str:
     return f"the checksum of {broken} is another" if broken else ""
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
+def latest_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint of a run: the one that `latest` names, else the next before it."""
     checkpoints, newest = list_checkpoints(folder), read_pointer(folder / "latest")
     if newest in checkpoints:
@@ -1440,18 +1536,18 @@ def latest_checkpoint(folder: Path) -> Path | None:
         problem = damage(path)
         if not problem:
             return path
-        early_warning(f"{path} is damaged ({problem}): trying the checkpoint before it")
+        say(f"{path} is damaged ({problem}): trying the checkpoint before it")
     if checkpoints:
         raise RecipeError(f"all checkpoints in {folder} are damaged: {', '.join(path.name for path in checkpoints)}")
     return None
 
 
-def find_checkpoint(place: str, key: str) -> Path:
+def find_checkpoint(place: str, key: str, say: Callable[[str], None]) -> Path:
     """The checkpoint that resume= or weights= means: a file, `latest` or `best`, a run directory or its checkpoints."""
     path = Path(place)
     if path.is_dir():
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        found = latest_checkpoint(folder)
+        found = latest_checkpoint(folder, say)
         if found is None:
             raise RecipeError(f"{key}={place}: no checkpoint there; looked for {folder / 'step_<n>.pt'}")
         return found.absolute()
@@ -1507,7 +1603,7 @@ def write_checkpoint(folder: Path, saved: dict, keep_last: int) -> Path:
             if each not in (path, best, *older[: keep_last - 1]):
                 each.unlink()
     except (OSError, RuntimeError, RecipeError) as error:
-        before = latest_checkpoint(folder) if folder.is_dir() else None
+        before = latest_checkpoint(folder, logger.warning) if folder.is_dir() else None
         left = f"; {before.name} is whole" if before else ""
         raise CheckpointError(f"{path} cannot be written: {full_disk(folder) or str(error).splitlines()[0]}{left}"
                               ) from error
@@ -1824,12 +1920,15 @@ def scalars(outputs: Mapping[str, Any], vectors: set[str]) -> dict[str, Any]:
 class Trainer:
     """The parts of a run and the loop over them."""
 
-    def __init__(self, recipe: Recipe, world: World, run_dir: Path, attempt: int) -> None:
-        self.recipe, self.world, self.run_dir, self.attempt = recipe, world, run_dir, attempt
+    def __init__(self, recipe: Recipe, world: World, start: Start) -> None:
+        self.recipe, self.world, self.start = recipe, world, start
+        self.run_dir, self.attempt = start.run_dir, start.attempt
         self.tracing = recipe.structured_logging
-        self.wandb_id = secrets.token_hex(4)  # kept in checkpoints: a resumed run goes on in the same W&B run
         self.batches_done = 0  # micro-batches of this epoch that are in the weights
-        self.evaluated_at = -1  # step of the last evaluation
+        self.evaluated_at = self.saved_at = -1  # step of the last evaluation, of the last checkpoint
+        self.best: dict | None = None  # value and step of the best evaluation so far
+        self.best_is_new = False  # and it has no checkpoint yet
+        self.rng: dict | None = None  # generators' states to go on with, in the middle of an epoch
         self.call_model: Callable | None = None  # known when the first batch is there
         self.vectors: set[str] = set()  # keys of outputs that are no metrics
         self.hooks: hooks.HookDispatcher | None = None
@@ -1837,7 +1936,7 @@ class Trainer:
         self.state = SimpleNamespace(  # what hooks see
             model=None, optimizer=None, step=0, max_steps=None, epoch=0, batch=None, outputs=None, metrics={}, lr=None,
             data_s=0.0, step_s=0.0, paused_s=0.0, num_samples=0, num_tokens=None, clip_norm=recipe.clip_norm,
-            grad_scale=None, step_skipped=False, run_dir=run_dir, run=run_dir.name, rank=world.rank,
+            grad_scale=None, step_skipped=False, run_dir=start.run_dir, run=start.run_dir.name, rank=world.rank,
             local_rank=world.local_rank, world_size=world.world_size, device=world.device, error=None)
 
     def __enter__(self) -> Trainer:
@@ -1877,10 +1976,16 @@ class Trainer:
             write_launch_files(recipe, self.run_dir, self.attempt, hosts)
         seed_everything(recipe.seed)  # the same weights on every rank
         self.model = state.model = build(recipe.model).to(world.device)
+        saved = self.load_weights()
         self.train_loader = build_loader(recipe, recipe.train_data, world, training=True)
         self.val_loader = build_loader(recipe, recipe.val_data, world, training=False) if recipe.val_data else None
         self.steps_per_epoch = self.count_steps()
+        if saved:
+            self.restore_position(saved)
         self.total_steps = state.max_steps = self.count_total_steps()
+        if saved and self.start.asked_for and self.finished():
+            raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step} of {self.total_steps},"
+                              f" epoch {state.epoch} of {recipe.epochs}. To go on give it more: max_steps= or epochs=")
         self.wrapped = parallelise(self.model, recipe, world)
         self.is_ddp = isinstance(self.wrapped, DistributedDataParallel)
         self.is_fsdp = isinstance(self.wrapped, FSDPModule)
@@ -1890,6 +1995,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["full_lr"] = group["lr"]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision == "fp16")
+        if saved:
+            self.restore_optimizer(saved)
         if recipe.compile:
             self.model.compile()
         if self.is_ddp and self.tracing.enabled and not recipe.compile:
@@ -1900,6 +2007,7 @@ class Trainer:
         self.hooks = hooks.HookDispatcher(named, span=log_trace_span if self.tracing.trace_hooks else None)
         self.events = {event for hook in named.values() for event in hooks.EVENTS if hasattr(hook, event)}
         self.metrics = MetricLog(self.open_writer(), self.attempt)
+        self.metrics.epoch_sums.update(saved["epoch_sums"] if saved else {})
         seed_everything(mixed_seed(recipe.seed, world.rank))  # from here on each rank draws its own numbers
         logger.info("%s: %d parameters, %s steps, %d x %s%s, run directory %s", type(self.model).__name__,
                     sum(parameter.numel() for parameter in self.model.parameters()), self.total_steps or "?",
@@ -1910,8 +2018,10 @@ class Trainer:
         if self.world.rank != 0:
             return None
         if not self.recipe.use_wandb:
-            return MetricWriter(partial(open_tensorboard, self.run_dir, 1), f"TensorBoard in {self.run_dir}")
-        return MetricWriter(partial(open_wandb, self.recipe, self.run_dir, recipe_to_dict(self.recipe), self.wandb_id),
+            step = self.state.step
+            purge_step = None if self.attempt == 0 else step and step + 1  # step 0 has what is written before step 1
+            return MetricWriter(partial(open_tensorboard, self.run_dir, purge_step), f"TensorBoard in {self.run_dir}")
+        return MetricWriter(partial(open_wandb, self.recipe, self.run_dir, recipe_to_dict(self.recipe), self.start.wandb_id),
                             f"W&B, whose files are in {self.run_dir / 'wandb'},")
 
     def count_steps(self) -> int | None:
@@ -1923,13 +2033,17 @@ class Trainer:
         counts = self.world.gather(num_batches, "count_batches")
         if 0 in counts:
             raise RecipeError(f"train_data is empty on rank {counts.index(0)} (batches a rank: {counts})")
+        self.batches_per_epoch = None if min(counts) < 0 else min(counts)
         return None if min(counts) < 0 else math.ceil(min(counts) / self.recipe.accumulate)
 
     def count_total_steps(self) -> int | None:
         """Optimizer steps of the run; None when it goes on until data without a length end."""
         recipe = self.recipe
         if self.steps_per_epoch is not None:
-            return min(recipe.epochs * self.steps_per_epoch, recipe.max_steps or sys.maxsize)
+            # From here, and not from the beginning: before a resume an epoch may have had another number of steps.
+            steps_of_this_epoch = math.ceil(self.batches_done / recipe.accumulate)
+            ahead = (recipe.epochs - self.state.epoch) * self.steps_per_epoch - steps_of_this_epoch
+            return min(self.state.step + max(ahead, 0), recipe.max_steps or sys.maxsize)
         if recipe.max_steps is None and recipe.schedule.kind in ("cosine", "linear"):
             raise RecipeError(f"schedule.kind={recipe.schedule.kind} must know where it ends, and train_data has no"
                               f" length: set max_steps, give the data set a __len__, or take schedule.kind=constant")
@@ -1943,33 +2057,46 @@ class Trainer:
         while not self.finished():
             with log_trace_span("epoch", args={"epoch": self.state.epoch}):
                 self.train_epoch()
-        if self.val_loader is not None and self.evaluated_at != self.state.step:
-            self.evaluate()
+        self.evaluate()
+        if self.saved_at != self.state.step or self.best_is_new:
+            self.save()
 
     def finished(self) -> bool:
+        """Whether the last step of the run is done."""
         return self.state.step >= (self.total_steps or sys.maxsize) or self.state.epoch >= self.recipe.epochs
 
     def train_epoch(self) -> None:
         """One pass over the data, or what is left of it after a resume."""
-        recipe, state = self.recipe, self.state
+        recipe, world, state = self.recipe, self.world, self.state
         self.model.train()
+        # Each rank draws its own numbers, which depend on seed and epoch; in the middle of one they go on.
+        seed_everything(mixed_seed(recipe.seed, state.epoch, world.rank))
         self.call_hooks("before_epoch")
         batches = begin_epoch(self.train_loader, state.epoch, recipe.seed, self.batches_done)
-        while state.step < (self.total_steps or sys.maxsize):
-            if self.steps_per_epoch is not None and self.batches_done >= self.steps_per_epoch * recipe.accumulate:
-                break
+        if self.rng is not None:
+            set_rng_states(self.rng, world.device)
+            self.rng = None
+        epoch_is_over = self.batches_done == self.batches_per_epoch
+        while not epoch_is_over and state.step < (self.total_steps or sys.maxsize):
             set_step(state.step + 1)
             with log_trace_span("step"):
                 if not self.train_step(batches):
+                    epoch_is_over = True
                     break
+            epoch_is_over = self.batches_done == self.batches_per_epoch
             if recipe.eval_every and state.step % recipe.eval_every == 0:
                 self.evaluate()
+            if not epoch_is_over:  # else when all that belongs to the epoch has been written
+                self.save_if_due()
         if recipe.eval_every is None:
             self.evaluate()
         means = self.metrics.end_epoch(state.step, state.epoch)
         logger.info("epoch %d | %s", state.epoch, " ".join(f"{key} {value:.4f}" for key, value in means.items()))
         self.call_hooks("after_epoch")
-        state.epoch, self.batches_done = state.epoch + 1, 0
+        if epoch_is_over:  # and not only the run
+            state.epoch, self.batches_done = state.epoch + 1, 0
+            self.metrics.epoch_sums.clear()
+            self.save_if_due()
 
     def train_step(self, batches: Iterator) -> bool:
         """One optimizer step; False when the data has ended instead."""
@@ -1978,7 +2105,8 @@ class Trainer:
 
         # Data: all micro-batches of the step, so that it is known which one is the last.
         with log_trace_span("data"):
-            window = list(itertools.islice(batches, recipe.accumulate))
+            left = self.batches_per_epoch - self.batches_done if self.batches_per_epoch else recipe.accumulate
+            window = list(itertools.islice(batches, min(recipe.accumulate, left)))
         if not self.all_ranks_have(window):
             return False
         state.step += 1
@@ -1993,16 +2121,18 @@ class Trainer:
             with log_trace_span("to_device"):
                 state.batch = to_device(batch, world.device)
             self.call_hooks("before_step")
-            # Forward. Under DDP it begins with the broadcast of buffers: a span of its own.
-            with log_trace_span(self.forward_name(), **self.opaque), self.autocast():
-                state.outputs = self.forward(state.batch)
-            # Backward. The last micro-batch's meets the other ranks; the others keep their gradients.
             meets = is_last and self.is_ddp and self.tracing.enabled
-            with self.gradient_sync(is_last), log_trace_span("backward", **self.opaque or {"sync": meets}) as span:
-                loss = self.scaler.scale(state.outputs["loss"] / len(window))
-                events = self.ready_mark.watch(loss, span) if meets else []
-                loss.backward()
-                self.ready_mark.backward_returned(events, state.step)
+            # DDP decides in forward whether this backward will reduce the gradients.
+            with self.gradient_sync(is_last):
+                # Forward. Under DDP it begins with the broadcast of buffers: a span of its own.
+                with log_trace_span(self.forward_name(), **self.opaque), self.autocast():
+                    state.outputs = self.forward(state.batch)
+                # Backward. The last micro-batch's meets the other ranks; the others keep their gradients.
+                with log_trace_span("backward", **self.opaque or {"sync": meets}) as span:
+                    loss = self.scaler.scale(state.outputs["loss"] / len(window))
+                    events = self.ready_mark.watch(loss, span) if meets else []
+                    loss.backward()
+                    self.ready_mark.backward_returned(events, state.step)
             for key, value in scalars(state.outputs, self.vectors).items():
                 totals[key] = totals[key] + value if key in totals else value
             if "num_tokens" in state.outputs:
@@ -2095,12 +2225,14 @@ class Trainer:
 
     def evaluate(self) -> None:
         """val/*: means over the whole validation set, each sample once, whatever the number of ranks."""
-        if self.val_loader is None:
+        if self.val_loader is None or self.evaluated_at == self.state.step:
             return
         state, start = self.state, time.perf_counter()
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
-        with log_trace_span("evaluate"), torch.no_grad():
+        # Random numbers of its own: training goes on as if there had been no evaluation.
+        seed = mixed_seed(self.recipe.seed, state.step, self.world.rank)
+        with log_trace_span("evaluate"), torch.no_grad(), own_random_numbers(seed, self.world.device):
             sums = self.evaluation_sums()
             shares = self.world.gather({key: (float(total), weight) for key, (total, weight) in sums.items()},
                                        "evaluation_sums")
@@ -2115,6 +2247,7 @@ class Trainer:
                     " ".join(f"{key} {value:.4f}" for key, value in state.metrics.items()))
         found = self.call_hooks("after_evaluate")
         self.metrics.add(state.step, state.epoch, {**state.metrics, **found})
+        self.look_for_best()
         state.paused_s += time.perf_counter() - start
 
     def evaluation_sums(self) -> dict[str, tuple]:
@@ -2150,21 +2283,118 @@ class Trainer:
             yield last_batch, count_samples(batch) if has_batch else 0
 
 
+    # -- checkpoints
+
+    def look_for_best(self) -> None:
+        """Remember an evaluation that is better than all before; NaN never is. All ranks have the same numbers."""
+        if self.recipe.best is None:
+            return
+        metric, mode, found = self.recipe.best.metric, self.recipe.best.mode, self.state.metrics
+        if metric not in found:
+            near = difflib.get_close_matches(metric, found, 1)
+            if self.world.rank == 0:
+                logger.warning("best.metric=%s: no such metric%s; an evaluation writes %s. No best checkpoint is kept",
+                               metric, f", did you mean {near[0]}?" if near else "", ", ".join(found))
+            return
+        value, sign = found[metric], 1 if mode == "min" else -1
+        if math.isfinite(value) and (self.best is None or sign * value < sign * self.best["value"]):
+            self.best, self.best_is_new = {"metric": metric, "value": value, "step": self.state.step}, True
+
+    def save_if_due(self) -> None:
+        """Every save_every steps or, without that, at the end of an epoch; and when an evaluation was the best."""
+        every = self.recipe.save_every
+        is_due = self.state.step % every == 0 if every else self.batches_done == 0
+        if is_due or self.best_is_new:
+            self.save()
+
+    def save(self) -> None:
+        """A checkpoint of this moment: all ranks give their part, rank 0 writes. Raises CheckpointError on every rank."""
+        recipe, world, state, start = self.recipe, self.world, self.state, time.perf_counter()
+        problem, error = "", None
+        with log_trace_span("checkpoint"):
+            self.metrics.write_arrived(wait=True)
+            saved = {
+                "step": state.step, "epoch": state.epoch, "batches_done": self.batches_done,
+                "evaluated_at": self.evaluated_at, "best": self.best, "epoch_sums": self.metrics.epoch_sums,
+                "attempt": self.attempt, "wandb_id": self.start.wandb_id,
+                "world_size": world.world_size, "recipe": as_plain(recipe_to_dict(recipe)),
+                "model": {name: whole(value) for name, value in self.model.state_dict().items()},
+                "optimizer": optimizer_state(self.model, self.optimizer), "scaler": self.scaler.state_dict(),
+                "rng": world.gather(rng_states(world.device), "checkpoint_parts"),
+            }
+            if world.rank == 0:
+                try:
+                    path = write_checkpoint(self.run_dir / "checkpoints", saved, recipe.keep_last)
+                    logger.info("checkpoint %s", path)
+                except CheckpointError as failed:
+                    problem, error = str(failed), failed
+            problem = world.gather(problem, "checkpoint_written")[0]
+        if problem:
+            raise CheckpointError(problem) from error
+        self.saved_at, self.best_is_new = state.step, False
+        state.paused_s += time.perf_counter() - start
+
+    def load_weights(self) -> dict | None:
+        """The weights to begin with, into the model before it is wrapped; returns the checkpoint of a resume."""
+        if self.start.checkpoint:
+            saved = load_checkpoint(self.start.checkpoint, "resume")
+            load_weights(self.model, saved["model"], str(self.start.checkpoint), strict=True)
+            return saved
+        if self.recipe.weights:
+            path = find_checkpoint(self.recipe.weights, "weights", logger.warning)
+            load_weights(self.model, weights_in(load_checkpoint(path, "weights"), path), str(path),
+                         self.recipe.weights_strict)
+        return None
+
+    def restore_position(self, saved: dict) -> None:
+        """Where the checkpoint was in the run; says what is not as it was then."""
+        recipe, world, state = self.recipe, self.world, self.state
+        state.step, state.epoch = saved["step"], saved["epoch"]
+        num_samples = saved["batches_done"] * saved["recipe"]["batch_size"] * saved["world_size"]
+        self.batches_done = num_samples // (recipe.batch_size * world.world_size)
+        self.evaluated_at, self.saved_at, self.best = saved["evaluated_at"], saved["step"], saved["best"]
+        if self.batches_done and world.rank < saved["world_size"]:
+            self.rng = saved["rng"][world.rank]
+        logger.info("going on from %s: step %d, epoch %d", self.start.checkpoint, state.step, state.epoch)
+        for name, change in changed_settings(saved, recipe, world.world_size).items() if world.rank == 0 else ():
+            logger.warning("%s has changed since the checkpoint: %s%s", name, change,
+                           f" ({CHANGES[name]})" if CHANGES[name] else "")
+        if world.rank == 0 and home_of(self.start.checkpoint) == self.run_dir:
+            point_at(self.run_dir / "checkpoints", saved)
+
+    def restore_optimizer(self, saved: dict) -> None:
+        """Optimizer and loss scale; settings that were changed since the checkpoint are the new ones."""
+        then, now = saved["recipe"]["optimizer"], as_plain(recipe_to_dict(self.recipe)["optimizer"])
+        if then["target"] != now["target"]:
+            return
+        fresh = [dict(group) for group in self.optimizer.param_groups]
+        load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
+        for group, new in zip(self.optimizer.param_groups, fresh):
+            for key in then.keys() | now.keys():
+                if then.get(key) != now.get(key) and key in group:
+                    group[key] = new[key]
+                    group["full_lr"] = new["full_lr"] if key == "lr" else group["full_lr"]
+        if self.scaler.is_enabled() and saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+
+
 # ---- The story ----------------------------------------------------------------------------------------------------
 
 
-def start_run(recipe: Recipe) -> tuple[World, Path, int]:
+def start_run(recipe: Recipe) -> tuple[World, Start]:
     """Everything that must be there before anything can hang: the place among ranks, run directory, log and tracer."""
     world = find_world()
     connect(world, recipe.pg_timeout_s)
-    run_dir, attempt = json.loads(world.share("run", lambda: json.dumps(choose_run_dir(recipe))))
-    run_dir = Path(run_dir)
+    start = Start.from_json(world.share("start", lambda: choose_start(recipe).to_json()))
+    run_dir = start.run_dir
     start_logging(world, run_dir)
+    for text in start.warnings if world.rank == 0 else ():
+        logger.warning("%s", text)
     settings = {key: value for key, value in vars(recipe.structured_logging).items()
                 if key not in ("enabled", "trace_hooks", "batch_stats_every")}
     init_structured_logger("training", str(run_dir / "structured_logs"), world.rank,
-                           enable=recipe.structured_logging.enabled, attempt=attempt, run=run_dir.name, **settings)
-    return world, run_dir, attempt
+                           enable=recipe.structured_logging.enabled, attempt=start.attempt, run=run_dir.name, **settings)
+    return world, start
 
 
 def leave(world: World) -> None:
@@ -2180,8 +2410,8 @@ def leave(world: World) -> None:
 def main() -> None:
     """A recipe becomes a run; a mistake in it one message."""
     try:
-        world, run_dir, attempt = start_run(RECIPE)
-        with Trainer(RECIPE, world, run_dir, attempt) as trainer:
+        world, start = start_run(RECIPE)
+        with Trainer(RECIPE, world, start) as trainer:
             with log_trace_span("startup"):
                 trainer.build()
             trainer.train()
