@@ -1,6 +1,7 @@
 """Own time, not waits: whatever makes one rank slow, the traces of train.py give that rank the largest own time."""
 
 import json
+import statistics
 import sys
 
 import pytest
@@ -101,6 +102,6 @@ def test_device_times_are_read_later_and_belong_to_their_step(tmp_path):
                 scalars.setdefault(rank, {})[record["step"]] = record["args"]
                 assert record["step"] < step_now  # written steps later, under its own step
     assert list(scalars[0]) == list(scalars[1]) == list(range(2, 19))  # the first has no begin, the last are not over
-    for step in scalars[0]:
-        assert scalars[1][step]["device_own_us"] > 18_000 > scalars[0][step]["device_own_us"]
-        assert scalars[0][step]["device_wait_us"] > 10_000
+    own_us, wait_us = ([statistics.median(args[f"device_{what}_us"] for args in scalars[rank].values()) for rank in (0, 1)]
+                       for what in ("own", "wait"))
+    assert own_us[1] - own_us[0] > 10_000 and wait_us[0] - wait_us[1] > 10_000, scalars
