@@ -271,7 +271,7 @@ def from_node(node, file: Path | None, key: str):
 
 def read_layers(path: Path, above: tuple = ()) -> list[dict]:
     """The settings of a recipe file, after those of the recipes that it is based on."""
-    if path.resolve() in above:
+    if os.path.realpath(path) in above:
         raise mistake("base", f"{path} is based on itself")
     try:
         settings = read_yaml(path.read_bytes().decode("utf-8-sig"), path)  # without a byte-order mark
@@ -290,7 +290,7 @@ def read_layers(path: Path, above: tuple = ()) -> list[dict]:
         return [settings]
     if not isinstance(base, str):
         raise mistake("base", "not a legal value", got=base, wanted="the path of a recipe")
-    return [*read_layers(path.parent / Path(base).expanduser(), (*above, path.resolve())), settings]
+    return [*read_layers(path.parent / os.path.expanduser(base), (*above, os.path.realpath(path))), settings]
 
 
 def merge(low, high, key: str = ""):
@@ -343,7 +343,7 @@ def apply_override(settings: dict, argument: str) -> dict:
         raise mistake(argument, "not a key", wanted="key=value or section.key=value, no space before the =")
     if not text:
         raise mistake(key, "nothing after the =", wanted=f"{key}=null for none, {key}='\"\"' for empty text")
-    # Text is taken whole, with its # and : in it, unless quoted. So is what YAML reads as one plain word.
+    # Text is taken whole, with its # and : in it, unless quoted. So is what YAML reads as one unquoted scalar.
     value = Written(text) if is_text(path) and text[0] not in "\"'" else read_yaml(text, None, key)
     value = Written(text) if value is None or isinstance(value, Written) and value.plain else value
     return put(settings, path, value, key)
@@ -487,6 +487,9 @@ def read_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     """The recipe's path and the key=value arguments."""
     if "-h" in argv or "--help" in argv:
         leave_with(help_text())
+    for argument in argv:
+        if argument != argument.encode(errors="replace").decode():
+            raise mistake(repr(argument), "not UTF-8 text")
     for option in argv:
         if option.startswith("-") and option != "--dry-run":
             raise mistake(option, "no such option", near=option, known=["--dry-run", "--help"],
@@ -519,7 +522,7 @@ def help_text() -> str:
             if not is_dataclass(default):  # else its settings have lines of their own
                 text = "required" if default is MISSING else json.dumps(default)
                 kind = describe(get_type_hints(section, include_extras=True)[item.name])
-                lines.append(f"  {join(name, item.name):<37} {text}; {kind}; {comments[item.name]}")
+                lines.append(f"  {join(name, item.name):<37} {text}; {kind}; {comments.get(item.name, '')}")
     return "\n".join(lines) + "\n"
 
 
@@ -599,7 +602,7 @@ def beside(value):
         return [beside(item) for item in value]
     if not isinstance(value, Written) or not isinstance(resolve(value), str):
         return value
-    path = os.path.abspath(folder_of(value) / Path(value).expanduser())
+    path = os.path.abspath(folder_of(value) / os.path.expanduser(value))
     found = os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))
     return Written(path, value.file, value.line, plain=False) if found else value
 
@@ -610,14 +613,14 @@ def find_target(target, key: str) -> str:
         raise mistake(key, "not a target", got=target, wanted=TARGET)
     file, colon, name = target.rpartition(":")
     module, *names = target.split(".")
-    path = os.path.abspath(folder_of(target) / Path(file).expanduser())
+    path = os.path.abspath(folder_of(target) / os.path.expanduser(file))
     if colon and name and file.endswith(".py") and os.path.isfile(path):
         return f"{path}:{name}"
-    if not colon and all(names) and module.isidentifier() and names and find_spec(module):
+    if not colon and module and names and all(names) and (module in sys.modules or find_spec(module)):
         return str(target)
-    name = "Name" if target.endswith(".py") else name if colon else target.rpartition(".")[2]
-    known = [f"{found.name}:{name}" for found in sorted(folder_of(target).glob("*.py"))]
-    problem = f"no such file: {path}" if colon else "no such module"
+    problem = f"no such file: {path}" if colon and not os.path.exists(path) else "no such target"
+    name = name if colon else "" if target.endswith(".py") else names[-1] if names else target
+    known = [f"{found.name}:{name or 'Name'}" for found in sorted(folder_of(target).glob("*.py"))]
     raise mistake(key, problem, target, TARGET, near=target, known=known)
 
 
@@ -721,7 +724,7 @@ def check_value(key: str, value, kind=Any):
 
 def is_component(value) -> bool:
     """Whether a keyword's value is a component of its own: a mapping whose target looks like one."""
-    target = value.get("target") if isinstance(value, dict) else None
+    target = resolve(value.get("target")) if isinstance(value, dict) else None
     return isinstance(target, str) and re.search(r"\w[.:]\w", target) is not None
 
 
