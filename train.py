@@ -343,7 +343,7 @@ def apply_override(settings: dict, argument: str) -> dict:
         raise mistake(argument, "not a key", wanted="key=value or section.key=value, no space before the =")
     if not text:
         raise mistake(key, "nothing after the =", wanted=f"{key}=null for none, {key}='\"\"' for empty text")
-    # Text is taken whole, with its # and : in it, unless quoted. So is what YAML reads as one unquoted scalar.
+    # Text is taken whole, with its # and : in it, unless quoted; so is what YAML reads as an unquoted scalar.
     value = Written(text) if is_text(path) and text[0] not in "\"'" else read_yaml(text, None, key)
     value = Written(text) if value is None or isinstance(value, Written) and value.plain else value
     return put(settings, path, value, key)
@@ -619,9 +619,9 @@ def find_target(target, key: str) -> str:
     if not colon and module and names and all(names) and (module in sys.modules or find_spec(module)):
         return str(target)
     problem = f"no such file: {path}" if colon and not os.path.exists(path) else "no such target"
-    name = name if colon else "" if target.endswith(".py") else names[-1] if names else target
-    known = [f"{found.name}:{name or 'Name'}" for found in sorted(folder_of(target).glob("*.py"))]
-    raise mistake(key, problem, target, TARGET, near=target, known=known)
+    name = name if colon else names[-1] if names and names[-1] != "py" else ""
+    known = {found.stem: f"{found.name}:{name or 'Name'}" for found in sorted(folder_of(target).glob("*.py"))}
+    raise mistake(key, problem, target, TARGET, near=Path(file).stem if colon else module, known=known)
 
 
 def locate(target: str, key: str = "target"):

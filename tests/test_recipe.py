@@ -196,12 +196,12 @@ def test_files_and_data_paths_are_seen_from_the_file_that_names_them(folder):
     write(folder / "recipe.yaml", "base: far/base.yaml\nval_data: {target: 'parts.py:Data', path: data}\n"
           + RECIPE.replace('train_data: {target: "parts.py:Data"}', ""))
     other = write(folder / "cwd" / "c.txt", "c").parent
-    found, _ = dry_run(other, "val_data.root_dir=c.txt", recipe="../recipe.yaml")
+    found, _ = dry_run(other, "val_data.root_dir=c.txt", "val_data.files=~no-such-user/x", recipe="../recipe.yaml")
     far = folder / "far"
     assert found["train_data"] == {"target": f"{far}/far.py:Data", "path": f"{far}/data/b.txt", "split": "data",
                                    "files": [f"{far}/data/*.txt", "none"], "root_dir": "nothing/there"}
     assert found["val_data"] == {"target": f"{folder}/parts.py:Data", "path": f"{folder}/data",
-                                 "root_dir": f"{other}/c.txt"}
+                                 "root_dir": f"{other}/c.txt", "files": "~no-such-user/x"}
     assert found["weights"] == f"{far}/data/b.txt"
 
 
@@ -217,10 +217,11 @@ def test_targets_may_be_functions_dataclasses_methods_builtins_and_modules_of_th
                        "model.r={target: more.py:partial, y: 1}", "model.s={target: json.decoder.JSONDecoder, strict: off}",
                        "model.t={target: json.py:optimizer, params: 1}", "model.u={target: hooks.py:Data}",
                        "model.v=[{target: one/same.py:one, a: 1}, {target: two/same.py:two, a: 2.0}]",
-                       "model.w={target: builtins.dict, a: 1}", "model.target=parts.py:Anything")
+                       "model.w={target: builtins.dict, a: 1}", "model.x={target: 0.5}", "model.target=parts.py:Anything")
     assert found["model"]["p"] == {"target": f"{folder}/more.py:Point", "x": 1, "y": 2.0}
     assert found["model"]["q"]["scale"] == 10 and found["model"]["r"]["y"] == 1.0
     assert found["model"]["s"] == {"target": "json.decoder.JSONDecoder", "strict": "off"}
+    assert found["model"]["x"] == {"target": 0.5}
     assert found["model"]["v"][1] == {"target": f"{folder}/two/same.py:two", "a": 2}
 
 

@@ -68,6 +68,7 @@ COMMAND_LINES = {
                            "  did you mean schedule.kind?",
     "best.modus=max": "best.modus: no such setting\n  got: max (command line)\n  wanted: one of metric, mode\n"
                       "  did you mean best.mode?",
+    "wandb_name=\udcff": "'wandb_name=\\udcff': not UTF-8 text",
     "epochs.x=1": "epochs.x: epochs is a value, not a section\n  got: 1",
     "optimizer.lr.x=1": "optimizer.lr.x: optimizer.lr is a value, not a section\n  got: 1e-3 (recipe.yaml, line 3)",
     "schedule=cosine": "schedule: a section, not a value\n  got: cosine (command line)\n"
@@ -123,12 +124,20 @@ COMMAND_LINES = {
     "model.target=5": f"model.target: not a target\n  got: 5 (command line)\n  wanted: {TARGET}",
     "model.target=part.py:Model": f"model.target: no such file: FOLDER/part.py\n  got: part.py:Model (command line)\n"
                                   f"  wanted: {TARGET}\n  did you mean parts.py:Model?",
-    "model.target=parts.Model": f"model.target: no such module\n  got: parts.Model (command line)\n"
+    "model.target=parts.Model": f"model.target: no such target\n  got: parts.Model (command line)\n"
                                 f"  wanted: {TARGET}\n  did you mean parts.py:Model?",
     "model.target=parts:Model": f"model.target: no such file: FOLDER/parts\n  got: parts:Model (command line)\n"
                                 f"  wanted: {TARGET}\n  did you mean parts.py:Model?",
-    "model.target=parts.py": f"model.target: no such module\n  got: parts.py (command line)\n"
+    "model.target=parts.py": f"model.target: no such target\n  got: parts.py (command line)\n"
                              f"  wanted: {TARGET}\n  did you mean parts.py:Name?",
+    "model.target='parts.py:'": f"model.target: no such target\n  got: 'parts.py:' (command line)\n"
+                                f"  wanted: {TARGET}\n  did you mean parts.py:Name?",
+    "model.target=recipe.yaml:Model": f"model.target: no such target\n  got: recipe.yaml:Model (command line)\n"
+                                      f"  wanted: {TARGET}",
+    "model.target=.Model": f"model.target: no such target\n  got: .Model (command line)\n  wanted: {TARGET}",
+    "model.target=Model": f"model.target: no such target\n  got: Model (command line)\n  wanted: {TARGET}",
+    "model.target=no-module.Model": f"model.target: no such target\n  got: no-module.Model (command line)\n"
+                                    f"  wanted: {TARGET}",
     "model.target=parts.py:Modell": f"model.target: parts has no Modell\n  got: 'FOLDER/parts.py:Modell'\n"
                                     f"  wanted: {TARGET}\n  did you mean Model?",
     "model.target=parts.py:LIMIT": f"model.target: LIMIT is a int, not a class or function\n"
@@ -238,8 +247,7 @@ RECIPES = {
                                                            "  got: null (x.yaml, line 2)",
     "model: {target: 'parts.py:Model'}\n": "train_data: required\n  wanted: {target: file.py:Name, keyword: value}",
     "base: recipe.yaml\nmodel:\n  target: gone.py:Model\n": f"model.target: no such file: FOLDER/gone.py\n"
-                                                           f"  got: gone.py:Model (x.yaml, line 3)\n  wanted: {TARGET}\n"
-                                                           f"  did you mean broken.py:Model?",
+                                                           f"  got: gone.py:Model (x.yaml, line 3)\n  wanted: {TARGET}",
 }
 
 
