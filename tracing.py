@@ -73,6 +73,8 @@ import time
 import traceback
 from asyncio import _get_running_loop, current_task
 from contextvars import ContextVar
+from os import write as _os_write
+from sys import _getframe
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Callable, Dict, Optional, Tuple, Union
@@ -130,31 +132,42 @@ def _plain(value: Any, depth: int, budget: list) -> Any:
             # NumPy's and torch's scalars, Decimal, Fraction. item() keeps integers; a device tensor waits for its device.
             item = value.item() if hasattr(value, "item") else value
             return _plain(item if type(item) in (bool, int, float) else float(item), depth - 1, budget)
-        return _plain(str(value), depth, budget)
-    except Exception as error:   # a __str__ that raises, a set that changes meanwhile
-        return f"<{type(value).__name__}: {type(error).__name__}>"
+    except Exception:   # a set that changes meanwhile, a scalar that is none
+        pass
+    return _plain(_text(value), depth, budget)
 
 
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__}: {type(error).__name__}>"
 
 
 def _some(values: Any, budget: list) -> list:
     return [value for value, _ in zip(values, range(max(budget[0], 0)))]
 
 
-# ---- 2. The step, and its tags: an asyncio task's own where it has one, else the process's (torchtitan's rules) ----
+# ---- 2. The step and its tags: an asyncio task's own where it has some, else the process's (torchtitan's rules) ----
 
 class _Step:
-    __slots__ = ("step", "relative_step", "tags", "text", "tags_text")
+    __slots__ = ("step", "relative_step", "tags", "texts")
 
     def __init__(self, step: Optional[int] = None, relative_step: Optional[int] = None, tags: Tuple[str, ...] = ()):
         self.step, self.relative_step, self.tags = step, relative_step, tags
-        self.text = "" if step is None else f',"step":{_json(step)}'
-        self.tags_text = f',"tags":{_json(tags)}' if tags else ""
+        self.texts = ("" if step is None else f',"step":{_json(step)}', f',"tags":{_json(tags)}' if tags else "")
 
 
 _step_everywhere = _Step()
 _step_here: ContextVar = ContextVar("step", default=_step_everywhere)
+
+
+def _step_texts(here: _Step) -> Tuple[str, str]:
+    everywhere = _step_everywhere
+    return here.texts[0] or everywhere.texts[0], here.texts[1] or everywhere.texts[1]
 
 
 def set_step(step: int, *, relative_step: Optional[int] = None) -> None:
@@ -165,20 +178,19 @@ def set_step(step: int, *, relative_step: Optional[int] = None) -> None:
     if _is_compiling():
         return
     global _step_everywhere
-    before = _step_everywhere
-    state = _Step(step, step if relative_step is None else relative_step)
-    _step_everywhere = state
-    _step_here.set(state)
+    before, relative_step = _step_everywhere, step if relative_step is None else relative_step
+    _step_everywhere = _Step(step, relative_step)
+    _step_here.set(_step_everywhere)
     _find_torch()
-    if _tracer is not None:
+    tracer = _tracer
+    if tracer is not None:
         try:
-            _tracer.exit_code = None   # whoever sets a step goes on
-            _tracer.look_for_rank()
-            shift = state.step - state.relative_step
-            if shift != (0 if before.step is None else before.step - before.relative_step):
-                log_trace_instant("relative_step", {"relative_step": state.relative_step})
+            tracer.tagged, tracer.exit_code = False, None   # whoever sets a step has not left
+            tracer.look_for_rank()
+            if step - relative_step != (before.step or 0) - (before.relative_step or 0):
+                tracer.instant("relative_step", {"relative_step": relative_step})
         except Exception as error:
-            _tracer.failed(error)
+            tracer.failed(error)
 
 
 def get_step() -> Optional[int]:
@@ -199,32 +211,30 @@ def get_step_tags() -> Tuple[str, ...]:
 
 
 def add_step_tag(tag: str) -> None:
-    """Mark the current step ("gc", "eval"): the begins and ends of spans from now on carry the tag."""
-    if not _is_compiling():
-        here = _step_here.get()
-        _set_tags(here.tags if _in_task() else _step_everywhere.tags, tag)
+    """Mark the current step ("gc", "eval"): begins and ends of spans carry the tag from now on."""
+    global _step_everywhere
+    if _is_compiling():
+        return
+    loop = _get_running_loop()
+    in_task = loop is not None and current_task(loop) is not None
+    state = _step_here.get() if in_task else _step_everywhere
+    if tag not in state.tags:
+        state = _Step(state.step, state.relative_step, state.tags + (tag,))
+        if in_task:
+            _step_here.set(state)
+        else:
+            _step_everywhere = state
+    if _tracer is not None:
+        _tracer.tagged = True
 
 
 def clear_step_tags() -> None:
     """Drop the current step's tags."""
-    if not _is_compiling():
-        _set_tags((), None)
-
-
-def _set_tags(tags: Tuple[str, ...], tag: Optional[str]) -> None:
     global _step_everywhere
-    if tag is not None and tag not in tags:
-        tags += (tag,)
-    here, everywhere = _step_here.get(), _step_everywhere
-    if _in_task() or tag is None:
-        _step_here.set(_Step(here.step, here.relative_step, tags))
-    if not _in_task() or tag is None:
-        _step_everywhere = _Step(everywhere.step, everywhere.relative_step, tags)
-
-
-def _in_task() -> bool:
-    loop = _get_running_loop()
-    return loop is not None and current_task(loop) is not None
+    if not _is_compiling():
+        here, everywhere = _step_here.get(), _step_everywhere
+        _step_here.set(_Step(here.step, here.relative_step))
+        _step_everywhere = _Step(everywhere.step, everywhere.relative_step)
 
 
 def _never() -> bool:
@@ -237,8 +247,10 @@ _is_compiling: Callable[[], bool] = _never   # torch.compiler.is_compiling as so
 def _find_torch() -> None:
     global _is_compiling
     if _is_compiling is _never and "torch" in sys.modules:
-        compiler = getattr(sys.modules["torch"], "compiler", None)
-        _is_compiling = getattr(compiler, "is_compiling", _never)
+        _is_compiling = getattr(getattr(sys.modules["torch"], "compiler", None), "is_compiling", _never)
+
+
+_find_torch()
 
 
 # ---- 3. Who this process is ----
@@ -284,86 +296,90 @@ def _boot_id() -> Optional[str]:
 # ---- 4. The file: one write a record, under a lock because of short writes and rotation ----
 
 class _Name:
-    """What a span's name needs at each call: its JSON text, the longest span so far, the call sites already written."""
-    __slots__ = ("text", "longest_us", "sites")
+    """What a name needs at each call: its JSON text, the longest span so far, and the call sites that the file has."""
+    __slots__ = ("text", "longest_us", "code", "lasti", "sites")
 
-    def __init__(self, name: str, longest_us: int):
-        self.text, self.longest_us, self.sites = f'"name":{_json(str(name))}', longest_us, {}
+    def __init__(self, name: str):
+        self.text, self.longest_us = f'"name":{_json(name)}', 0
+        self.forget()
+
+    def forget(self) -> None:
+        self.code, self.lasti, self.sites = None, -1, {}   # the last site, and all: (id of code, offset) -> code
 
 
 class _Tracer:
-    def __init__(self, settings: Dict[str, Any], who: Dict[str, Any], parent: Optional["_Tracer"] = None):
-        self.settings, self.who, self.parent = settings, who, parent
-        # One reading of the wall clock; a child goes on with its parent's, so that their files agree.
-        self.offset_ns = parent.offset_ns if parent else time.time_ns() - monotonic_ns()
-        self.start = datetime.datetime.now(datetime.timezone.utc)
-        self.lock = threading.RLock()   # re-entrant: a signal handler may log while its thread is in here
-        self.fd, self.path, self.inode, self.part, self.continues = -1, "", 0, 0, None
-        self.size, self.limit = 0, int(settings["max_file_size_mb"] * 1e6)
-        self.dirty, self.torn, self.retry_at, self.open_error = True, False, 0.0, OSError()   # dirty: not open yet, or something to make up for
-        self.lost, self.lost_ever, self.num_records, self.num_on_disk = 0, 0, 0, 0
+    """One process's trace. offset_ns: from CLOCK_MONOTONIC to 1970; a child is given its parent's, so that they agree."""
+
+    def __init__(self, settings: Dict[str, Any], who: Dict[str, Any], offset_ns: Optional[int] = None):
+        self.settings, self.who, self.is_child = settings, who, offset_ns is not None
+        self.offset_ns = offset_ns if self.is_child else time.time_ns() - monotonic_ns()
+        self.lock = threading.RLock()         # re-entrant: a signal handler may log while its thread is in here
+        self.fd, self.path, self.part, self.continues = -1, "", 0, None
+        self.limit = int(settings["max_file_size_mb"] * 1e6)
+        self.room = -1                        # bytes until the file is full; below 0 too if there is something to make up for
+        self.torn, self.closed = False, False          # torn: the file ends in half a line
+        self.lost, self.lost_ever, self.checked = 0, 0, 0   # records; checked: bytes known to be in a file with a name
+        self.retry_s, self.open_error = 0.0, OSError()
         self.names: Dict[str, _Name] = {}
-        self.longest_us: Dict[str, int] = {}
-        self.open_spans: Dict[int, tuple] = {}   # id of the begin -> (line, _Name, thread and task)
+        self.open_spans: Dict["_Span", None] = {}      # in the order of their begins
         self.threads, self.main_ident = threading.local(), threading.main_thread().ident
-        self.last_us, self.warned, self.ended, self.exit_code = self.now_us(), set(), False, None
+        self.last_us, self.tagged, self.exit_code, self.ended = self.now_us(), False, None, False
+        self.warned: set = set()
         self.watch = _Watch(self)
 
     def now_us(self) -> int:
         return (monotonic_ns() + self.offset_ns) // 1000
 
-    def write(self, line: bytes, key: int = 0, opened: Optional[tuple] = None) -> None:
-        """Give whole lines to the operating system: when this has returned, no SIGKILL can take them back.
+    def write(self, line: bytes, span: Optional["_Span"] = None, begins: bool = False) -> None:
+        """Give a record to the operating system: when this has returned, no SIGKILL can take it back.
 
-        key and opened: a span begins with this line, key alone: it ends. So a file always begins with what is open.
+        span: what begins or ends with it. What is open is kept under the same lock, so that a new file can repeat it.
         """
         error = None
         with self.lock:
             try:
-                if self.size > self.limit:
-                    self._rotate()
-                if self.dirty:
-                    self._make_up(line)
-                else:
+                if self.room > 0:
                     self._put(line)
-                self.num_records += 1
+                else:
+                    self._put_after_trouble(line)
             except OSError as failure:
-                error = failure
-                self.dirty = True
+                error, self.room = failure, -1
                 self.lost += line.count(b"\n")
                 self.lost_ever += line.count(b"\n")
-            if opened is not None:
-                self.open_spans[key] = opened
-            elif key:
-                self.open_spans.pop(key, None)
+            if span is not None:
+                if begins:
+                    self.open_spans[span] = None
+                else:
+                    self.open_spans.pop(span, None)
         if error is not None:   # outside of the lock: a logging handler may take long, or log a span itself
             self.failed(error)
-        elif not self.watch.started:
-            self.watch.start()
 
     def _put(self, line: bytes) -> None:
-        written = os.write(self.fd, line)
+        written = _os_write(self.fd, line)
+        self.room -= written
         if written != len(line):
             try:
                 while written < len(line):
-                    written += os.write(self.fd, line[written:])
+                    written += _os_write(self.fd, line[written:])
             finally:
-                self.size += written
                 self.torn = line[written - 1:written] != b"\n"
-        else:
-            self.size += written
 
-    def _make_up(self, line: bytes) -> None:
-        # The first record opens the file. After a failure: end the torn line, and say how many records were lost.
+    def _put_after_trouble(self, line: bytes) -> None:
+        # No file yet, a full one, or a failure to make up for: a torn line is ended, and what was lost is counted.
+        if self.closed:
+            return
         if self.fd < 0:
-            if time.monotonic() < self.retry_at:
+            if time.monotonic() < self.retry_s:
                 raise self.open_error
-            self._open()
+            self.open()
+        elif os.fstat(self.fd).st_size >= self.limit:
+            self._rotate()
         if self.lost:
             line = line[:-2] + b',"lost":%d}\n' % self.lost
-            self.forget_definitions()   # some of them may be among the lost
+            self._forget_definitions()   # some of them may be among the lost
         self._put(b"\n" + line if self.torn else line)
-        self.dirty, self.torn, self.lost = False, False, 0
+        self.lost, self.torn, self.room = 0, False, self.limit - os.fstat(self.fd).st_size
+        self.watch.start()
 
     def failed(self, error: BaseException) -> None:
         """Warn once of each kind of failure; training goes on."""
@@ -374,182 +390,163 @@ class _Tracer:
                          "resumes by itself.", self.who["rank"], type(error).__name__, error,
                          self.path or self.settings["output_dir"])
 
-    # -- files
+    # -- which file
 
-    def begin(self) -> None:
-        """Open the file now, so that a process that dies before its first record has one."""
+    def open(self) -> None:
         try:
-            with self.lock:
-                self._open()
+            self._adopt(*self._new_file(self._new_path()))
         except OSError as error:
-            self.failed(error)
-        self.watch.start()
-
-    def _open(self) -> None:
-        try:
-            self._adopt(self._new_file(self._new_path()))
-        except OSError as error:
-            self.retry_at, self.open_error = time.monotonic() + RETRY_S, error
+            self.retry_s, self.open_error = time.monotonic() + RETRY_S, error
             raise
 
     def _new_path(self) -> str:
-        folder, rank = self.settings["output_dir"], self.who["rank"]
+        folder, rank, start = self.settings["output_dir"], self.who["rank"], datetime.datetime.now(datetime.timezone.utc)
         if self.who["world_size"] > RANKS_A_FOLDER:
             first = rank // RANKS_A_FOLDER * RANKS_A_FOLDER
             folder = os.path.join(folder, f"ranks{first:05d}-{first + RANKS_A_FOLDER - 1:05d}")
         os.makedirs(folder, exist_ok=True)
-        while True:   # another host may have the same pid at the same time: nobody's file is ever opened twice
-            name = f"{self.settings['source']}.rank{rank:05d}.{self.start:%Y%m%d-%H%M%S-%f}.{os.getpid()}.jsonl"
-            path = os.path.join(folder, name)
-            if not os.path.exists(path):
-                return path
-            self.start += datetime.timedelta(microseconds=1)
+        return os.path.join(folder, f"{self.settings['source']}.rank{rank:05d}.{start:%Y%m%d-%H%M%S-%f}.{os.getpid()}.jsonl")
 
-    def _new_file(self, path: str) -> tuple:
-        """Create path with the header and the spans still open. Returns (path, fd, size), or raises with no file left."""
-        header = (json.dumps(self._header(), separators=(",", ":"), allow_nan=False) + "\n").encode()
-        text = header + b"".join(line for line, _, _ in list(self.open_spans.values()))
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+    def _new_file(self, path: str) -> Tuple[str, int]:
+        """Create path with the header and the spans still open, or leave nothing. Nobody's file is ever opened twice:
+        O_EXCL, since another host may have the same pid in the same microsecond."""
+        text = (_json(self._header()) + "\n").encode() + b"".join(span.line for span in list(self.open_spans))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         try:
-            written = 0
-            while written < len(text):
-                written += os.write(fd, text[written:])
+            while text:
+                text = text[_os_write(fd, text):]
         except BaseException:
             os.close(fd)
             os.unlink(path)
             raise
-        return path, fd, len(text)
+        return path, fd
 
-    def _adopt(self, file: tuple) -> None:
+    def _adopt(self, path: str, fd: int) -> None:
         if self.fd >= 0:
             os.close(self.fd)
-        self.path, self.fd, self.size = file
-        self.inode, self.torn = os.fstat(self.fd).st_ino, False
+        self.path, self.fd, self.torn, self.checked = path, fd, False, os.fstat(fd).st_size
         self.limit = int(self.settings["max_file_size_mb"] * 1e6)
-        self.forget_definitions()
+        self.room = self.limit - self.checked
+        self._forget_definitions()
 
-    def _header(self) -> Dict[str, Any]:
-        who, torch = self.who, sys.modules.get("torch")
-        now_ns = monotonic_ns()
-        versions = {"python": ".".join(map(str, sys.version_info[:3])), "torch": getattr(torch, "__version__", None)}
-        header = {"ph": "M", "v": FORMAT_VERSION, "ts": (now_ns + self.offset_ns) // 1000, "mono_us": now_ns // 1000,
-                  "boot_id": _boot_id(), "rank": who["rank"], "local_rank": who["local_rank"],
-                  "world_size": who["world_size"], "node": who["node"], "host": socket.gethostname(), "pid": os.getpid(),
-                  "source": self.settings["source"], "worker": _worker_label(self.parent is not None),
-                  "parent": os.getppid() if self.parent else None, "run": who["run"], "attempt": who["attempt"],
-                  "heartbeat_s": self.settings["heartbeat_s"], "stall_timeout_s": self.settings["stall_timeout_s"],
-                  "versions": versions, "part": self.part}
-        if self.continues:
-            header["continues"] = self.continues
-        return _plain(header, 8, [MAX_VALUES])
-
-    def _continue_in(self, path: str) -> tuple:
+    def _go_on_in(self, path: str, name: Optional[str] = None) -> None:
+        """Go on in a new file at path, which is complete before it gets its final name; or stay where we are."""
         before = self.part, self.continues
         self.part, self.continues = self.part + 1, os.path.basename(self.path)
         try:
-            return self._new_file(path)
+            path, fd = self._new_file(path)
+            if name:
+                os.replace(path, name)
+            self._adopt(name or path, fd)
         except BaseException:
             self.part, self.continues = before
             raise
 
     def _rotate(self) -> None:
-        # The new file is complete before it gets the name: whoever follows the name misses nothing, and finds the rest of
-        # the old file through what it has open, or as .1.
-        backup_count = self.settings["backup_count"]
+        # Whoever follows the name misses nothing: what it has open is complete, and then called .1.
+        names = [self.path] + [f"{self.path}.{i + 1}" for i in range(self.settings["backup_count"])]
         try:
-            new = self._continue_in(self.path[:-len(".jsonl")] + ".next")
-            names = [self.path] + [f"{self.path}.{i}" for i in range(1, backup_count + 1)]
-            for older, newer in zip(reversed(names[1:]), reversed(names[:-1])):
-                if os.path.exists(newer):
-                    os.replace(newer, older)
-            os.replace(new[0], self.path)
-            self._adopt((self.path, *new[1:]))
-        except OSError as error:
-            self.limit += int(self.settings["max_file_size_mb"] * 1e5)   # go on in the old file, try again later
+            for i in range(len(names) - 1, 0, -1):
+                if os.path.exists(names[i - 1]):
+                    os.replace(names[i - 1], names[i])
+            self._go_on_in(self.path[:-len(".jsonl")] + ".next", self.path)
+        except OSError as error:   # go on in the old file, and try again later
+            self.limit = os.fstat(self.fd).st_size + int(self.settings["max_file_size_mb"] * 1e5)
             self.failed(error)
 
     def look_for_rank(self) -> None:
-        """A rank that becomes known late (torch.distributed without a launcher's variables) goes on in a file of its own."""
+        """A rank that becomes known late (torch.distributed, without a launcher's variables) gets a file of its own."""
         if self.who["known"]:
             return
         who = _identity(None)
         if who["known"]:
-            with self.lock:
-                try:
-                    self.who = who
-                    if self.fd >= 0:
-                        self._adopt(self._continue_in(self._new_path()))
-                except OSError as error:
-                    self.failed(error)
+            self.who = who
+            self._move(lambda: self._go_on_in(self._new_path()))
 
     def check_file(self) -> None:
-        """When the file was removed (its folder deleted), go on in a new one and count what went with the old."""
+        """When the file was removed, with its folder perhaps, go on in a new one and count what went with the old."""
+        if self.fd < 0:
+            return
+        state = os.fstat(self.fd)
+        if state.st_nlink:
+            self.checked = state.st_size
+            return
         with self.lock:
-            try:
-                if self.fd < 0 or os.stat(self.path).st_ino == self.inode:
-                    self.num_on_disk = self.num_records
-                    return
-            except FileNotFoundError:
-                pass
-            except OSError:
-                return   # cannot be told now
-            try:
-                os.makedirs(os.path.dirname(self.path), exist_ok=True)
-                self._adopt(self._continue_in(self.path))
-            except OSError as error:
-                self.failed(error)
-                return
-            gone = self.num_records - self.num_on_disk
-            self.lost, self.lost_ever, self.dirty = self.lost + gone, self.lost_ever + gone, True
+            gone = os.pread(self.fd, os.fstat(self.fd).st_size - self.checked, self.checked).count(b"\n")
+            self.lost, self.lost_ever, self.room = self.lost + gone, self.lost_ever + gone, -1
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        self._move(lambda: self._go_on_in(self.path))
         self.failed(FileNotFoundError(f"{self.path} was removed"))
+
+    def _move(self, go_on: Callable[[], None]) -> None:
+        try:
+            with self.lock:
+                if self.fd >= 0:
+                    go_on()
+            self.watch.follow()
+        except OSError as error:
+            self.failed(error)
+
+    def _header(self) -> Dict[str, Any]:
+        now_ns, torch = monotonic_ns(), sys.modules.get("torch")
+        header = {"ph": "M", "v": FORMAT_VERSION, "ts": (now_ns + self.offset_ns) // 1000, "mono_us": now_ns // 1000,
+                  "boot_id": _boot_id(), **self.who, "host": socket.gethostname(), "pid": os.getpid(),
+                  "source": self.settings["source"], "worker": _worker_label(self.is_child),
+                  "parent": os.getppid() if self.is_child else None, "heartbeat_s": self.settings["heartbeat_s"],
+                  "stall_timeout_s": self.settings["stall_timeout_s"], "part": self.part,
+                  "versions": {"python": "%d.%d.%d" % sys.version_info[:3], "torch": getattr(torch, "__version__", None)}}
+        del header["known"]
+        if self.continues:
+            header["continues"] = self.continues
+        return header
 
     # -- what goes into a line
 
     def name(self, name: str) -> _Name:
         if len(self.names) >= MAX_NAMES:
-            self.forget_definitions()
-        info = self.names[name] = _Name(name, self.longest_us.get(name, 0))
+            self.names.clear()
+        info = self.names[name] = _Name(name)
         return info
 
-    def forget_definitions(self) -> None:
+    def _forget_definitions(self) -> None:
         # Each file defines its own names and threads, since older files go away.
-        if len(self.longest_us) < MAX_NAMES:
-            self.longest_us.update({name: info.longest_us for name, info in list(self.names.items())})
-        self.names, self.threads = {}, threading.local()
+        for info in list(self.names.values()):
+            info.forget()
+        self.threads = threading.local()
 
-    def definition(self, info: _Name, site: tuple, frame: Any, function: Any = None) -> bytes:
-        code, line = frame.f_code, frame.f_lineno
+    def definition(self, info: _Name, frame: Any, function: Any = None) -> bytes:
+        """The D record of a call site, or nothing if this file has it."""
+        code, site = frame.f_code, (id(frame.f_code), frame.f_lasti)
+        info.code, info.lasti = code, frame.f_lasti
+        if site in info.sites:
+            return b""
         if len(info.sites) >= MAX_NAMES:
             info.sites.clear()
         info.sites[site] = code   # holds the code object, or its id could come again
+        line = frame.f_lineno
         if frame.f_globals.get("__name__", "").startswith("asyncio.") and hasattr(function, "__code__"):
             code, line = function.__code__, function.__code__.co_firstlineno   # a task has no caller of its own
         place = f"{code.co_filename}:{line}:{getattr(code, 'co_qualname', code.co_name)}"
         return f'{{"ph":"D",{info.text},"at":{_json(place)}}}\n'.encode()
 
-    def thread_text(self) -> str:
-        """Where a record comes from, as JSON text: nothing for the main thread outside of asyncio."""
+    def where(self) -> str:
+        """The thread and the asyncio task that a record comes from, as JSON text."""
         text = ""
         if get_ident() != self.main_ident:
             text = getattr(self.threads, "text", None)
             if text is None:
-                threads, tid = self.threads, threading.get_native_id()
-                text = threads.text = f',"tid":{tid}'
+                text = self.threads.text = f',"tid":{threading.get_native_id()}'
                 name = _json(threading.current_thread().name)
-                self.write(f'{{"ph":"D","tid":{tid},"at":{name}}}\n'.encode())
+                self.write(f'{{"ph":"D"{text},"at":{name}}}\n'.encode())
         loop = _get_running_loop()
-        if loop is not None:
-            task = current_task(loop)
-            if task is not None:
-                text += f',"task":{_json(task.get_name())}'
-        return text
+        task = current_task(loop) if loop is not None else None
+        return text if task is None else f'{text},"task":{_json(task.get_name())}'
 
-    def instant(self, name: str, args: Any = None, where: str = "", step: Optional[str] = None) -> None:
-        """An instant of the tracer's own, and of log_trace_instant."""
-        info = self.names.get(name) or self.name(name)
-        step = (_step_here.get().text or _step_everywhere.text) if step is None else step
+    def instant(self, name: str, args: Any = None, definition: bytes = b"", where: str = "") -> None:
+        text = (self.names.get(name) or self.name(name)).text
         more = f',"args":{_json(args)}' if args else ""
-        self.write(f'{{"ph":"i","ts":{self.now_us()},{info.text}{step}{where}{more}}}\n'.encode())
+        step = _step_texts(_step_here.get())[0]
+        self.write(definition + f'{{"ph":"i","ts":{self.now_us()},{text}{step}{where}{more}}}\n'.encode())
 
     def end(self, how: str, **details: Any) -> None:
         """Write how the process ends, once."""
@@ -565,58 +562,50 @@ def _worker_label(is_child: bool) -> Any:
         return info.id
     if not is_child:
         return None
-    multiprocessing = sys.modules.get("multiprocessing.process")
-    name = multiprocessing.current_process().name if multiprocessing else "MainProcess"
+    process = sys.modules.get("multiprocessing.process")
+    name = process.current_process().name if process else "MainProcess"
     return "fork" if name == "MainProcess" else name
 
 
 # ---- 5. Spans, scalars, instants ----
 
 class _Span:
-    """What log_trace_span returns: a context manager and a decorator; re-entrant, and good for any number of threads."""
-    __slots__ = ("name", "description", "sync", "args", "stacklevel", "function", "begins")
+    """What log_trace_span returns: a context manager and a decorator, re-entrant, and good for any number of threads."""
+    __slots__ = ("name", "sync", "args", "stacklevel", "function",   # what it is
+                 "tracer", "begin_us", "info", "rest", "where", "line", "copies")   # while it is open
 
-    def __init__(self, name: str, description: Optional[str], sync: bool, args: Any, stacklevel: int):
-        self.name, self.description, self.sync, self.args = name, description, sync, args
-        self.stacklevel, self.function = stacklevel, None
-        self.begins: list = []   # the begins without an end: (tracer, ts, texts, _Name)
+    def __init__(self, name: str, sync: bool, args: Optional[Dict[str, Any]], stacklevel: int, function: Any = None):
+        self.name, self.sync, self.args, self.stacklevel, self.function = name, sync, args, stacklevel, function
+        self.tracer = self.copies = None
 
     def __enter__(self) -> "_Span":
         return self
 
-    __exit__ = "".format   # off: takes anything, returns something false, costs nothing. _switch puts in the real ones.
+    __exit__ = "".format   # while off: takes anything, costs nothing, says nothing. _switch exchanges the two methods.
 
     def ready(self) -> None:
         """Say that this rank's own work in the span is done and that the rest is waiting for others. Any thread may."""
-        try:
-            tracer, _, _, where, info, step = self.begins[-1]
-            if tracer is _tracer:
-                tracer.last_us = tracer.now_us()
-                tracer.write(f'{{"ph":"i","ts":{tracer.last_us},"name":"ready"{step}{where},'
-                             f'"args":{{"span":{info.text[7:]}}}}}\n'.encode())
-        except IndexError:   # off, or the span is over
-            pass
-        except Exception as error:
-            _failed(error)
+        span = self.copies[-1] if self.copies else self
+        tracer = span.tracer
+        if tracer is not None and tracer is _tracer:
+            tracer.last_us = now_us = tracer.now_us()
+            tracer.write(f'{{"ph":"i","ts":{now_us},"name":"ready"{span.rest},"args":{{"span":{span.info.text[7:]}}}}}\n'
+                         .encode())
 
-    def _once(self, function: Callable) -> "_Span":
-        if _tracer is None:
-            return self
-        span = _Span(self.name, self.description, self.sync, self.args, self.stacklevel + 1)
-        span.function = function
-        return span
+    def _copy(self, function: Any = None) -> "_Span":
+        return _Span(self.name, self.sync, self.args, self.stacklevel + 1, function)
 
     def __call__(self, function: Callable) -> Callable:
-        """Decorate a function, coroutine, generator or async generator: a new span for each call, until it has ended."""
+        """Decorate a function, coroutine, generator or async generator: one span for each call, until it has ended."""
         if inspect.iscoroutinefunction(function):
             @functools.wraps(function)
             async def wrapper(*args, **kwargs):
-                with self._once(function):
+                with self._copy(function):
                     return await function(*args, **kwargs)
         elif inspect.isasyncgenfunction(function):
             @functools.wraps(function)
             async def wrapper(*args, **kwargs):
-                with self._once(function):
+                with self._copy(function):
                     generator = function(*args, **kwargs)
                     try:   # what `yield from` does for plain generators
                         item = await generator.__anext__()
@@ -635,12 +624,12 @@ class _Span:
         elif inspect.isgeneratorfunction(function):
             @functools.wraps(function)
             def wrapper(*args, **kwargs):
-                with self._once(function):
+                with self._copy(function):
                     return (yield from function(*args, **kwargs))
         else:
             @functools.wraps(function)
             def wrapper(*args, **kwargs):
-                with self._once(function):
+                with (self if _tracer is None else self._copy(function)):
                     return function(*args, **kwargs)
         return wrapper
 
@@ -649,148 +638,138 @@ def _enter(span: _Span) -> _Span:
     tracer = _tracer
     if tracer is None or _is_compiling():
         return span
+    if span.tracer is tracer:   # entered again while it is open: by recursion, another thread, another task
+        copy = span._copy()
+        span.copies = (span.copies or []) + [copy]
+        return _enter(copy)
     try:
         try:
-            frame = sys._getframe(span.stacklevel - 1)
+            info = tracer.names[span.name]
+        except KeyError:
+            info = tracer.name(span.name)
+        try:
+            frame = _getframe(span.stacklevel - 1)
         except ValueError:   # a stacklevel beyond the stack
-            frame = sys._getframe(1)
-        info = tracer.names.get(span.name) or tracer.name(span.name)
-        site = (id(frame.f_code), frame.f_lasti)
-        new = site not in info.sites
-        where = ""
-        if get_ident() != tracer.main_ident or _get_running_loop() is not None:
-            where = tracer.thread_text()
-        here, everywhere = _step_here.get(), _step_everywhere
-        step = here.text or everywhere.text
-        more = here.tags_text or everywhere.tags_text
+            frame = _getframe(1)
+        here = _step_here.get()
+        step, more = here.texts if here is _step_everywhere else _step_texts(here)
         if span.sync:
-            more += ',"sync":"soft"' if span.sync == "soft" else ',"sync":true'
-        if span.args or span.description:
-            args = {"description": span.description} if span.description else {}
-            more += f',"args":{_json({**args, **(span.args or {})})}'
-        text = f"{info.text}{step}"
-        now_us = tracer.last_us = (monotonic_ns() + tracer.offset_ns) // 1000
-        line = f'{{"ph":"B","ts":{now_us},{text}{where}{more}}}\n'.encode()
-        begin = (tracer, now_us, text, where, info, step)
-        span.begins.append(begin)
-        more = (line, info, where)
-        tracer.write(tracer.definition(info, site, frame, span.function) + line if new else line, id(begin), more)
+            more += ',"sync":true'
+        if span.args:
+            more += f',"args":{_json(span.args)}'
+        span.where = where = "" if get_ident() == tracer.main_ident and _get_running_loop() is None else tracer.where()
+        span.tracer, span.info = tracer, info
+        span.rest = rest = step + where
+        span.begin_us = tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
+        span.line = line = f'{{"ph":"B","ts":{now_us},{info.text}{rest}{more}}}\n'.encode()
+        if frame.f_lasti != info.lasti or frame.f_code is not info.code:
+            line = tracer.definition(info, frame, span.function) + line
+        tracer.write(line, span, True)
     except Exception as error:
         tracer.failed(error)
     return span
 
 
 def _exit(span: _Span, kind: Any = None, error: Any = None, trace: Any = None) -> None:
-    tracer = _tracer
-    if not span.begins or _is_compiling():
+    tracer = span.tracer
+    if tracer is None:
         return
     try:
-        begin = span.begins.pop() if len(span.begins) == 1 else _own_begin(span, tracer)
-        owner, begin_us, text, where, info, step = begin
-        if owner is not tracer:   # closed meanwhile, or this is a forked child: the begin is in another file
+        if tracer is not _tracer:   # closed meanwhile, or a forked child: the begin is in another file
+            span.tracer = span.copies = None
             return
-        now_us = tracer.last_us = (monotonic_ns() + tracer.offset_ns) // 1000
-        dur = now_us - begin_us
+        if span.copies and _exit_copy(span, kind, error):
+            return
+        span.tracer, info = None, span.info
+        tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
+        dur = now_us - span.begin_us
         if dur > info.longest_us:
             info.longest_us = dur
-        here, everywhere = _step_here.get(), _step_everywhere
-        more = here.tags_text or everywhere.tags_text
-        if more and step != (here.text or everywhere.text):
-            more = ""   # another step's tags
-        if kind is not None and not issubclass(kind, (GeneratorExit, StopIteration, StopAsyncIteration)):
-            more += f',"err":{_json(f"{kind.__name__}: {_json_text(error)}")}'
-        tracer.write(f'{{"ph":"E","ts":{now_us},{text},"dur":{dur}{where}{more}}}\n'.encode(), id(begin))
+        more = _end_texts(span, kind, error) if tracer.tagged or kind is not None else ""
+        tracer.write(f'{{"ph":"E","ts":{now_us},{info.text}{span.rest},"dur":{dur}{more}}}\n'.encode(), span)
     except Exception as failure:
-        _failed(failure)
+        tracer.failed(failure)
 
 
-def _own_begin(span: _Span, tracer: Optional[_Tracer]) -> tuple:
-    # One object entered several times: the last begin of this thread and task, else just the last.
-    where = tracer.thread_text() if tracer is not None else ""
-    for i in range(len(span.begins) - 1, -1, -1):
-        if span.begins[i][3] == where:
-            return span.begins.pop(i)
-    return span.begins.pop()
+def _exit_copy(span: _Span, kind: Any, error: Any) -> bool:
+    # The last begin of this very thread and task ends: that of a copy, or, which False says, that of the object itself.
+    where = span.tracer.where()
+    for i in range(len(span.copies) - 1, -1, -1):
+        if span.copies[i].where == where:
+            _exit(span.copies.pop(i), kind, error)
+            return True
+    return False
 
 
-def _json_text(value: Any) -> str:
-    try:
-        return str(value)
-    except Exception as error:
-        return f"<no text: {type(error).__name__}>"
+def _end_texts(span: _Span, kind: Any, error: Any) -> str:
+    step, more = _step_texts(_step_here.get())
+    if not span.rest.startswith(step):
+        more = ""   # another step's tags
+    if kind is not None and not issubclass(kind, (GeneratorExit, StopIteration, StopAsyncIteration)):
+        more += f',"err":{_json(f"{kind.__name__}: {_text(error)}")}'
+    return more
 
 
 def _switch(on: bool) -> None:
-    # The methods themselves are exchanged: a span that is off must not cost a call of Python's more than it needs.
-    _Span.__enter__, _Span.__exit__ = (_enter, _exit) if on else (_OFF_ENTER, _OFF_EXIT)
+    # The methods themselves are exchanged, and the exit for one of C's: a span that is off costs as little as can be.
+    _Span.__enter__, _Span.__exit__ = (_enter, _exit) if on else _OFF
 
 
-_OFF_ENTER, _OFF_EXIT = _Span.__enter__, _Span.__exit__
-_spans_off: Dict[str, _Span] = {}   # while off, one span a name is enough: they are re-entrant
+_OFF = (_Span.__enter__, _Span.__exit__)
+_spans_off: Dict[str, _Span] = {}   # while off, one span a name will do
 
 
-def log_trace_span(name: str, description: Optional[str] = None, sync: Union[bool, str] = False,
+def log_trace_span(name: str, description: Optional[str] = None, sync: bool = False,
                    args: Optional[Dict[str, Any]] = None, stacklevel: int = 2) -> _Span:
     """Time a block or, as a decorator, each call of a function; the begin is on disk before the block starts.
 
-    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done. "soft": some wait
-    for one, as in a broadcast, and nobody waits for all.
-    description and args are written with the begin; stacklevel: one more for each helper of yours in between.
+    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done.
+    description and args are written with the begin. stacklevel: one more for each helper of yours in between.
     """
-    if _tracer is None and args is None and description is None and not sync:
+    plain = args is None and description is None
+    if plain and _tracer is None and not sync and stacklevel == 2:
         try:
             return _spans_off[name]
         except (KeyError, TypeError):
-            pass
-    span = _Span(name, description, sync, args, stacklevel)
-    if _tracer is None and len(_spans_off) < MAX_NAMES and type(name) is str and stacklevel == 2 and not (
-            args or description or sync):
-        _spans_off[name] = span
-    return span
+            name = _text(name)
+            if len(_spans_off) < MAX_NAMES:
+                return _spans_off.setdefault(name, _Span(name, False, None, 2))
+    if not plain:
+        args = {"description": description, **(args or {})} if description is not None else args
+    return _Span(name if type(name) is str else _text(name), sync, args, stacklevel)
 
 
-def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, stacklevel: int = 2) -> None:
-    """Write numbers of the current step, or of an earlier one that they belong to, in one record.
-
-    NumPy's and torch's scalars will do; what is no number is skipped with one warning.
-    """
+def log_trace_scalar(scalars: Dict[str, float], *, stacklevel: int = 2) -> None:
+    """Write numbers of the current step in one record. NumPy's and torch's scalars will do (a device tensor waits for its
+    device); what is no number is skipped with one warning."""
     tracer = _tracer
     if tracer is None or _is_compiling():
         return
     try:
-        parts, new = [], b""
+        texts, definitions = [], b""
         for name, value in scalars.items():
-            info = tracer.names.get(name)
-            if info is None:
-                info = tracer.name(name)
-                frame = _caller(stacklevel)
-                new += tracer.definition(info, (id(frame.f_code), frame.f_lasti), frame)
+            info = tracer.names.get(name) or tracer.name(name)
+            if not info.sites:
+                definitions += tracer.definition(info, _caller(stacklevel))
             kind = type(value)
-            if not (kind is float and value - value == 0.0):
-                if kind is not int or not -2**63 <= value < 2**63:
-                    value = _number_text(tracer, name, value)
-                    if value is None:
-                        continue
-            parts.append(f"{info.text[7:]}:{value}")
-        if parts:
-            where = ""
-            if get_ident() != tracer.main_ident or _get_running_loop() is not None:
-                where = tracer.thread_text()
-            step_text = f',"step":{_json(step)}' if step is not None else (
-                _step_here.get().text or _step_everywhere.text)
-            now_us = tracer.last_us = (monotonic_ns() + tracer.offset_ns) // 1000
-            line = f'{{"ph":"C","ts":{now_us}{step_text}{where},"args":{{{",".join(parts)}}}}}\n'.encode()
-            tracer.write(new + line if new else line)
+            if not (kind is float and value - value == 0.0 or kind is int and -2**63 <= value < 2**63):
+                value = _number_text(value)
+                if value is None:
+                    tracer.failed(TypeError(f"log_trace_scalar: {name!r} is {kind.__name__}, want a number"))
+                    continue
+            texts.append(f"{info.text[7:]}:{value}")
+        where = "" if get_ident() == tracer.main_ident and _get_running_loop() is None else tracer.where()
+        step = _step_texts(_step_here.get())[0]
+        tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
+        tracer.write(definitions + f'{{"ph":"C","ts":{now_us}{step}{where},"args":{{{",".join(texts)}}}}}\n'.encode())
     except Exception as error:
         tracer.failed(error)
 
 
-def _number_text(tracer: _Tracer, name: str, value: Any) -> Optional[str]:
+def _number_text(value: Any) -> Optional[str]:
     plain = None if isinstance(value, (str, bytes, bool)) else _plain(value, 2, [2])
-    if type(plain) in (int, float) or plain in _NOT_FINITE.values() or isinstance(value, int):
-        return json.dumps(plain)
-    tracer.failed(TypeError(f"log_trace_scalar: {_cut(str(name))!r} is {type(value).__name__}, want a number"))
-    return None
+    is_number = type(plain) in (int, float) or isinstance(value, int) or plain in _NOT_FINITE.values()
+    return json.dumps(plain) if is_number else None
 
 
 def log_trace_instant(name: str, args: Optional[Dict[str, Any]] = None, *, stacklevel: int = 2) -> None:
@@ -799,27 +778,19 @@ def log_trace_instant(name: str, args: Optional[Dict[str, Any]] = None, *, stack
     if tracer is None or _is_compiling():
         return
     try:
-        info = tracer.names.get(name) or tracer.name(name)
-        frame = _caller(stacklevel)
-        site = (id(frame.f_code), frame.f_lasti)
-        if site not in info.sites:
-            tracer.write(tracer.definition(info, site, frame))
+        name = _text(name)
+        definition = tracer.definition(tracer.names.get(name) or tracer.name(name), _caller(stacklevel))
         tracer.last_us = tracer.now_us()
-        tracer.instant(name, args, tracer.thread_text())
+        tracer.instant(name, args, definition, tracer.where())
     except Exception as error:
         tracer.failed(error)
 
 
 def _caller(stacklevel: int) -> Any:
     try:
-        return sys._getframe(stacklevel)
+        return _getframe(stacklevel)
     except ValueError:   # a stacklevel beyond the stack
-        return sys._getframe(2)
-
-
-def _failed(error: BaseException) -> None:
-    if _tracer is not None:
-        _tracer.failed(error)
+        return _getframe(2)
 
 
 # ---- 6. Alive or not: heartbeats, stall stacks, dumps from C ----
@@ -840,12 +811,11 @@ class _Watch:
         self.next_stall_s = self.stall_timeout_s
 
     def start(self) -> None:
-        if self.started or self.tracer.fd < 0:
+        if self.started:
             return
         self.started = True
         try:
-            self._open_stacks()
-            self._register()
+            self.follow()
             if self.tick_s:
                 self.timer_is_ours = self._timer_is_free()
                 self.arm()
@@ -862,30 +832,31 @@ class _Watch:
         self.disarm()
         self.unregister()
         if self.stacks is not None:
-            try:
-                self.stacks.close()
-                if not os.path.getsize(self.stacks_path):
-                    os.unlink(self.stacks_path)
-            except OSError:
-                pass
+            _close_stacks(self.stacks, self.stacks_path)
 
-    def _open_stacks(self) -> None:
+    def follow(self) -> None:
+        """Have C write beside the trace: at first, and when that has moved."""
+        old, old_path = self.stacks, self.stacks_path
         self.stacks_path = self.tracer.path[:-len(".jsonl")] + ".stacks.txt"
-        self.stacks = open(self.stacks_path, "ab", buffering=0)
+        self.stacks, self.stacks_size = open(self.stacks_path, "ab", buffering=0), 0
+        self._register()
+        if old is not None:
+            self.arm()   # the timer, too, must not write into a closed file
+            _close_stacks(old, old_path)
 
     def _register(self) -> None:
-        if not faulthandler.is_enabled():
+        if self.enabled_faults or not faulthandler.is_enabled():
             faulthandler.enable(self.stacks)
             self.enabled_faults = True
         if not hasattr(faulthandler, "register"):   # Windows
             return
-        caught = _signals_caught()
-        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and not caught >> (signal.SIGUSR1 - 1) & 1:
-            faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
-            self.signals[signal.SIGUSR1] = signal.SIG_DFL
-        if self.tracer.parent is None:   # a data-loader worker's SIGTERM is its parent's ordinary way to end it
-            self.signals[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
-            faulthandler.register(signal.SIGTERM, self.stacks, all_threads=True, chain=True)
+        usr1, term = signal.SIGUSR1, signal.SIGTERM
+        if usr1 in self.signals or signal.getsignal(usr1) == signal.SIG_DFL and not _signals_caught() >> (usr1 - 1) & 1:
+            faulthandler.register(usr1, self.stacks, all_threads=True)
+            self.signals[usr1] = signal.SIG_DFL
+        if not self.tracer.is_child:   # a data-loader worker's SIGTERM is its parent's ordinary way to end it
+            self.signals.setdefault(term, signal.getsignal(term))
+            faulthandler.register(term, self.stacks, all_threads=True, chain=True)
 
     def unregister(self) -> None:
         """Also in a forked child, whose signals must not write into its parent's file."""
@@ -963,15 +934,15 @@ class _Watch:
 
     def _patience_s(self) -> float:
         """The stall time-out, or twice the longest that the innermost open span has ever taken."""
-        spans = list(self.tracer.open_spans.values())
-        innermost = [span for span in spans if not span[2]][-1:] or spans[-1:]   # of the main thread if it has one
-        return max([self.stall_timeout_s] + [2e-6 * info.longest_us for _, info, _ in innermost])
+        spans = list(self.tracer.open_spans)
+        innermost = [span for span in spans if not span.where][-1:] or spans[-1:]   # of the main thread if it has one
+        return max([self.stall_timeout_s] + [2e-6 * span.info.longest_us for span in innermost])
 
     def _look_for_stall(self, idle_s: float) -> None:
         patience_s = self._patience_s()
         if idle_s < patience_s:
             self.next_stall_s = 0.0
-        elif idle_s >= self.next_stall_s and (self.tracer.parent is None or self.tracer.open_spans):
+        elif idle_s >= self.next_stall_s and (self.tracer.open_spans or not self.tracer.is_child):
             # A worker without an open span waits for its parent to ask, which is no stall.
             self.next_stall_s = 2 * idle_s
             self.tracer.instant("stacks", {"why": "stall", "seconds": round(idle_s, 3), "threads": _all_stacks(self.thread)})
@@ -983,6 +954,16 @@ class _Watch:
                 self.tracer.instant("stacks", {"why": "written in C: a signal, or the GIL held too long",
                                                "file": os.path.basename(self.stacks_path), "offset": self.stacks_size})
             self.stacks_size = size
+
+
+def _close_stacks(stacks: Any, path: str) -> None:
+    try:
+        empty = not os.fstat(stacks.fileno()).st_size
+        stacks.close()
+        if empty:
+            os.unlink(path)
+    except OSError:
+        pass
 
 
 def _all_stacks(but: Any) -> list:
@@ -1066,13 +1047,14 @@ def _after_fork_in_child() -> None:
     _tracer = None
     try:
         parent.watch.unregister()
-        for fd in (parent.fd, parent.watch.stacks.fileno() if parent.watch.stacks else -1):
-            if fd >= 0:
-                os.close(fd)
+        if parent.fd >= 0:
+            os.close(parent.fd)
+        if parent.watch.stacks is not None:
+            parent.watch.stacks.close()
         _step_everywhere = _Step()   # a child does not follow its parent's steps
         _step_here.set(_step_everywhere)
         if parent.settings["trace_workers"]:
-            _tracer = _Tracer(parent.settings, parent.who, parent)
+            _tracer = _Tracer(parent.settings, parent.who, parent.offset_ns)
     except Exception as error:
         parent.failed(error)
 
@@ -1093,7 +1075,7 @@ class trace_worker_init:
     def __call__(self, worker_id: int) -> None:
         global _tracer
         if _tracer is None and self.settings is not None:
-            _tracer = _Tracer(self.settings, self.who, self)
+            _tracer = _Tracer(self.settings, self.who, self.offset_ns)
             _begin_process()
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
@@ -1128,7 +1110,7 @@ def _begin_process() -> None:
         atexit.register(_at_exit)
         _excepthook, sys.excepthook = sys.excepthook, _on_exception
         _sys_exit, sys.exit = sys.exit, _on_sys_exit
-    if _tracer.parent is not None and "multiprocessing.util" in sys.modules:
+    if _tracer.is_child and "multiprocessing.util" in sys.modules:
         # Children of multiprocessing leave without atexit.
         sys.modules["multiprocessing.util"].Finalize(None, _at_exit, exitpriority=0)
 
@@ -1145,7 +1127,7 @@ def _on_exception(kind: Any, error: Any, trace: Any) -> None:
 
 def _describe(error: BaseException) -> Dict[str, Any]:
     frames = [f"{f.f_code.co_filename}:{line}:{f.f_code.co_name}" for f, line in traceback.walk_tb(error.__traceback__)]
-    return {"type": type(error).__name__, "message": _json_text(error), "frames": frames[:-11:-1]}
+    return {"type": type(error).__name__, "message": _text(error), "frames": frames[:-11:-1]}
 
 
 def _on_sys_exit(code: Any = None) -> None:
@@ -1182,7 +1164,7 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
                 "heartbeat_s": heartbeat_s, "stall_timeout_s": stall_timeout_s, "trace_workers": trace_workers,
                 "run": run, "attempt": attempt}
     _check(settings)
-    if _settings is not None and not (_tracer is not None and _tracer.parent is not None and _tracer.fd < 0):
+    if _settings is not None and not (_tracer is not None and _tracer.is_child and _tracer.fd < 0):
         other = [k for k in settings if settings[k] != _settings[k]]
         if other:
             raise ValueError("init_structured_logger: tracing has begun with other arguments ("
@@ -1198,7 +1180,12 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
         settings = {**settings, "trace_workers": who["world_size"] <= WORKERS_UP_TO}
     _tracer = _Tracer(settings, who)
     _begin_process()
-    _tracer.begin()
+    try:
+        with _tracer.lock:
+            _tracer.open()   # now, so that a process that dies before its first record has a file
+        _tracer.watch.start()
+    except OSError as error:
+        _tracer.failed(error)
 
 
 def _check(settings: Dict[str, Any]) -> None:
@@ -1230,8 +1217,8 @@ def close_structured_logger(how: str = "ok", **details: Any) -> None:
         _tracer = None
         tracer.watch.stop()
         with tracer.lock:
+            tracer.closed, tracer.room = True, -1
             if tracer.fd >= 0:
                 os.close(tracer.fd)
-                tracer.fd = -1
     except Exception as error:
         tracer.failed(error)
