@@ -14,10 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(command, timeout_s=120, env=None, cwd=ROOT):
     """Run a command in a session of its own; at the time-out its whole process group is killed and the test fails.
 
-    Returns subprocess.CompletedProcess with text stdout and stderr.
+    env: variables to set, or with None to unset. Returns subprocess.CompletedProcess with text stdout and stderr.
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}
     clean.update({"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}, **(env or {}))
+    clean = {key: value for key, value in clean.items() if value is not None}
     process = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                errors="replace", env=clean, cwd=cwd, start_new_session=True)
     try:
