@@ -474,6 +474,7 @@ class Process:
         self.lost = self.lost_ends = self.lost_begins = 0  # records that the tracer could not write, and what shows it
         self.sites: Dict[str, str] = {}
         self.thread_names: Dict[Any, str] = {}
+        self.parents: Dict[str, str] = {}  # of each phase, the span that it was first seen in
         self.soft: set = set()  # sync spans in which only some ranks wait: they are no meeting of all
         self.opaque: Dict[str, Any] = {}  # sync spans that say that they hide their own work, and why
         self.scalars: Dict[str, List[float]] = {}  # sum and count of each scalar
@@ -659,6 +660,8 @@ class Process:
         return bool(self.lost or self.unreadable.entries)
 
     def phase(self, name: str) -> Durations:
+        if self.main.stack:
+            self.parents.setdefault(name, self.main.stack[-1]["name"])
         phase = self.phases[name] = Durations()
         return phase
 
@@ -812,7 +815,7 @@ class StepPattern:
         self.records = len(records)
         self.step = records[0]["step"]
         self.num_ts = 0
-        self.rows: List[tuple] = []  # (sync span, told ready, end, begin of its waiting, own time before)
+        self.rows: List[tuple] = []  # (sync span, told ready, end, begin of its waiting, own times before)
         self.spans: List[Tuple[str, int]] = []  # name, group of its duration
         self.scalars: List[int] = []  # groups
         self.since_arrival = 0
@@ -824,6 +827,17 @@ class StepPattern:
         self.ts_groups = [i for i, kind in enumerate(self.groups) if kind == "ts"]
         if self.open:
             raise ValueError("spans are still open")
+        self.rows = [(*row, self.sums(own)) for *row, own in self.rows]
+        self.tail = self.sums(self.own)
+
+    @staticmethod
+    def sums(own: Sequence[tuple]) -> tuple:
+        """Own times as (from, to, phase of the rest, [(phase, from, to)]): the rest is the most often interrupted one,
+        such as the step around its phases, and is the whole without the others."""
+        if not own:
+            return 0, 0, None, []
+        rest = Counter(phase for phase, _, _ in own).most_common(1)[0][0]
+        return own[0][1], own[-1][2], rest, [times for times in own if times[0] != rest]
 
     @classmethod
     def learn(cls, records: Sequence[dict], text: str) -> Optional["StepPattern"]:
@@ -908,21 +922,14 @@ class StepPattern:
     def follow(self, p: Process, r: dict) -> None:
         """What Process.follow does with the lines of this step."""
         main, ts, step, groups = p.main, r["all_ts"], r["step"], r["groups"]
-        around = main.key
         main.spend(ts[0])
         if step != p.step:
             p.next_step(step, ts[0])
         for entry, told_ready, end, since, own_times in self.rows:
-            own = main.own
-            for phase, begin, until in own_times:
-                phase = around if phase is None else phase
-                own[phase] = own.get(phase, 0) + ts[until] - ts[begin]
+            self.add_own(main, ts, *own_times)
             p.close_row(entry["name"], told_ready, ts[end], ts[end] - ts[since])
             p.note_meeting(entry, entry["name"])
-        own = main.own
-        for phase, begin, until in self.own:
-            phase = around if phase is None else phase
-            own[phase] = own.get(phase, 0) + ts[until] - ts[begin]
+        self.add_own(main, ts, *self.tail)
         main.mark = ts[-1]
         for name, group in self.spans:
             durations = p.phases.get(name) or p.phase(name)
@@ -932,6 +939,18 @@ class StepPattern:
             p.note_scalars({"args": json.loads(groups[group]), "step": step})
         p.since_arrival = self.since_arrival if self.rows else p.since_arrival + self.since_arrival
         p.records += self.records - 1
+
+    @staticmethod
+    def add_own(main: Stream, ts: Sequence[int], begin: int, until: int, rest: Optional[str], times: List[tuple]) -> None:
+        own, left_us = main.own, ts[until] - ts[begin]
+        for phase, since, to in times:
+            us = ts[to] - ts[since]
+            left_us -= us
+            phase = main.key if phase is None else phase
+            own[phase] = own.get(phase, 0) + us
+        if left_us:
+            rest = main.key if rest is None else rest
+            own[rest] = own.get(rest, 0) + left_us
 
 
 # What a line of a learned step may have.
@@ -1117,6 +1136,7 @@ class Run:
         self.chosen, self.steps, self.sink = chosen, steps or StepRange(), sink
         self.totals: Dict[str, Durations] = {}
         self.self_us: Counter = Counter()
+        self.parents: Dict[str, str] = {}
         self.processes: List[Process] = []
         self.unreadable = Unreadable()
         for c in every:
@@ -1127,6 +1147,7 @@ class Run:
         with progress_line(len(self.chosen)) as progress:
             for number, candidate in enumerate(self.chosen):
                 process = Process(candidate, self.steps, self.sink)
+                process.pattern = self.processes[-1].pattern if self.processes else None  # ranks run the same loop
                 process.read(lambda records: progress(number, records))
                 self.add(process)
         return self
@@ -1141,6 +1162,7 @@ class Run:
                 s.kept for s in process.streams.values() if s is not process.main]:
             for key, spent_us in own.items():
                 self.self_us[plain_name(key) + suffix] += spent_us
+        self.parents.update(process.parents)
         process.phases = {}
         for (path, why), (lines, first) in process.unreadable.entries.items():
             self.unreadable.add(path, first, why, lines)
@@ -1628,6 +1650,7 @@ class Judge:
         self.total_us = sum(sum(map(max, zip(*t.columns()))) + sum(t.transfer) for t in self.tracks)
         self.step_us = self.total_us / len(self.steps) if self.steps else 0.0
         self.owns: Dict[Tuple[str, int], Dict[int, Dict[str, float]]] = {}
+        self.run = run
 
     def device_tracks(self, tracks: List[Meetings]) -> bool:
         """On a device the host runs ahead: there the events around a meeting tell when the work was done."""
@@ -1694,6 +1717,16 @@ class Judge:
         return sorted(((us, phase) for phase, us in known.items()), reverse=True)
 
 
+    def name_of(self, phase: str) -> str:
+        """The name that the loop gives a phase: a span that is all of its parent, once in each, is its parent."""
+        totals, parents = self.run.totals, self.run.parents
+        parent = parents.get(phase)
+        alone = parent in totals and phase in totals and totals[parent].count() and (
+            0.9 < totals[phase].count() / totals[parent].count() < 1.1 and Counter(parents.values())[parent] == 1
+            and self.run.self_us[parent] < 0.1 * self.run.self_us[phase])
+        return parent if alone else phase
+
+
 def some(steps: Sequence[int]) -> List[int]:
     """At most SAMPLES of the steps, evenly, each once."""
     steps = list(dict.fromkeys(steps))
@@ -1725,7 +1758,7 @@ class Late:
         self.steps = [track.steps[i] for i in at]
         self.late_us = median_low([cuts[i] for i in at])
         self.excess = judge.excess(track.kind, self.steps, rank)
-        self.phase = self.excess[0][1] if self.excess else track.kind
+        self.phase = judge.name_of(self.excess[0][1]) if self.excess else track.kind
 
 
 def replay(judge: Judge, lates: Sequence[Late]) -> float:
@@ -1809,6 +1842,8 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
         everything = sum(loss[i] for i in outliers)
         for rank, column in zip(ranks, late):
             own = [i for i in outliers if column[i] > 0.7 * loss[i]]
+            size = median_low([column[i] for i in own] or [0.0])
+            own = [i for i in own if column[i] > 0.4 * size]  # noise beside them would blur the period
             cost = sum(loss[i] for i in own)
             spikes = [i for i in own if column[i] > max(SPIKE_STEPS * judge.step_us, SPIKE_US)]
             period = period_of([track.steps[i] for i in own])
@@ -1875,7 +1910,7 @@ def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tupl
             excess.setdefault(phase, []).append(own[phase] - median_low([o.get(phase, 0.0) for o in rest]))
     above = {phase: median_low(v + [0.0] * (len(steps) - len(v))) for phase, v in excess.items()}
     phase = max(above, key=above.__getitem__, default=track.kind)
-    return phase, above.get(phase, 0.0), above.get(phase, 0.0) / (sum(v for v in above.values() if v > 0) or 1.0)
+    return judge.name_of(phase), above.get(phase, 0.0), above.get(phase, 0.0) / (sum(v for v in above.values() if v > 0) or 1.0)
 
 
 def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
@@ -1936,7 +1971,7 @@ def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int]) -> 
             name = track.kind if phase == "\0" else phase
             changes[name] = changes.get(name, 0.0) + medians[1].get(phase, 0.0) - medians[0].get(phase, 0.0)
     phase = max(changes, key=changes.__getitem__)
-    return phase, changes[phase]
+    return judge.name_of(phase), changes[phase]
 
 
 def bound(judge: Judge) -> List[Dict[str, Any]]:
@@ -1949,7 +1984,7 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
         for owns in judge.look_at(track.kind, chosen, judge.some_ranks(0)):
             for phase in set().union(*owns.values()) if owns else ():
                 values = sorted(own.get(phase, 0.0) for own in owns.values())
-                seen.setdefault(phase, []).append(values[len(values) // 4])  # on all ranks alike, but for a few
+                seen.setdefault(judge.name_of(phase), []).append(values[len(values) // 4])  # on all ranks, but for a few
         part = len(track.steps) / num_steps
         for phase, values in list(seen.items()):
             us = median_low(values + [0.0] * (len(chosen) - len(values))) * part
@@ -2046,7 +2081,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     lost: Counter = Counter()
     for late in group:
         for us, phase in late.excess:
-            lost[phase] += max(us, 0.0) * len(late.steps)
+            lost[judge.name_of(phase)] += max(us, 0.0) * len(late.steps)
     phase = max(lost, key=lambda p: lost[p]) if lost else head.phase
     part = lost[phase] / (sum(lost.values()) or 1)
     meeting = plain_name(head.track.kind)
