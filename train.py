@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import platform
@@ -22,6 +23,7 @@ import queue
 import random
 import re
 import secrets
+import select
 import shlex
 import shutil
 import signal
@@ -850,7 +852,8 @@ from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableD
                               SequentialSampler, get_worker_info)
 
 import hooks
-from tracing import (close_structured_logger, init_structured_logger, log_trace_scalar, log_trace_span, set_step)
+from tracing import (close_structured_logger, init_structured_logger, log_trace_instant, log_trace_scalar, log_trace_span,
+                     set_step)
 
 
 # ---- World: this process among all others ------------------------------------------------------------------------
@@ -867,6 +870,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host: str = field(default_factory=socket.gethostname)
     store: dist.Store | None = None  # how ranks talk before there is a process group
+    notices: dist.Store | None = None  # the same by a connection of its own, for the stopper's thread
     hosts: dist.ProcessGroup | None = None  # gloo, on the hosts' processors: what needs no device
 
     def share(self, key: str, make: Callable[[], str]) -> str:
@@ -923,9 +927,11 @@ def find_world() -> World:
 def connect(world: World, timeout_s: float) -> None:
     """Reach torchrun's store, so that ranks can agree on the run directory before anything that may hang."""
     if "RANK" in os.environ:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
         # What an earlier start of the same torchrun said may still be there.
-        world.store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        prefix = f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        world.store, world.notices = (
+            dist.PrefixStore(prefix, next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0])
+            for _ in range(2))
 
 
 def join_process_group(world: World, recipe: Recipe) -> None:
@@ -1167,7 +1173,7 @@ def start_logging(world: World, run_dir: Path) -> None:
     logging.captureWarnings(True)
 
 
-def log_failure(world: World, run_dir: Path, text: str, error: BaseException) -> None:
+def log_failure(world: World, run_dir: Path, text: str, error: BaseException | None) -> None:
     """The last words of a run that failed: whole in this rank's log, one line in train.log whichever rank it was."""
     logger.error(text, exc_info=None if isinstance(error, RecipeError) else error)
     if world.rank != 0:
@@ -1190,6 +1196,7 @@ class MetricLog:
         self.waiting: collections.deque = collections.deque()  # (step, epoch, keys, host tensor, event, numbers)
         self.epoch_sums: dict[str, list[float]] = {}  # key: sum, count
         self.not_finite: set[str] = set()
+        self.bad_loss = ""  # the first loss that was no number
 
     def add(self, step: int, epoch: int, metrics: Mapping[str, Any]) -> None:
         """Numbers and one-element tensors of one step."""
@@ -1226,6 +1233,8 @@ class MetricLog:
                 sums[1] += 1
             if not math.isfinite(value) and key not in self.not_finite:
                 self.not_finite.add(key)
+                if key == "train_batch/loss":
+                    self.bad_loss = f"the loss is {value} at step {step}"
                 logger.warning("%s is %s at step %d (said once for each metric)", key, value, step)
         if self.writer is not None:
             self.writer.write(step, {**values, "epoch": epoch, "attempt": self.attempt})
@@ -1395,9 +1404,10 @@ def build_loader(recipe: Recipe, component: dict, world: World, training: bool) 
         if world.world_size > 1 and isinstance(data.sampler, (RandomSampler, SequentialSampler)) and training:
             logger.warning("train_data is a DataLoader with a %s: every rank reads the same samples. Give it a"
                            " DistributedSampler, or let train_data be the data set", type(data.sampler).__name__)
+        data.worker_init_fn = partial(start_worker, data.worker_init_fn)
         return data
     options = {"num_workers": recipe.num_workers, "pin_memory": world.device.type == "cuda",
-               "generator": torch.Generator()}
+               "generator": torch.Generator(), "worker_init_fn": partial(start_worker, None)}
     if isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=recipe.batch_size, **options)
     if training:
@@ -1783,6 +1793,213 @@ def changed_settings(saved: dict, recipe: Recipe, world_size: int) -> dict[str, 
 # ---- Stopping -----------------------------------------------------------------------------------------------------
 
 
+class NotFiniteLoss(ArithmeticError):
+    """stop_on_nan: the loss of some rank is no number any more."""
+
+
+class Stopper(threading.Thread):
+    """How a run ends before its time: by a signal, because torchrun is gone, or because another rank has failed.
+
+    A signal is a wish. The rank that has one says so in torchrun's store, so that the others know wherever they are;
+    after each step `check` lets all ranks agree on the last one. The agreement is an all-reduce that is read one step
+    after it was begun: no rank waits on ordinary steps. After it all ranks save and leave together.
+
+    Python runs signal handlers in the main thread alone, and not while that sits in a collective; so this thread reads
+    the signals' numbers from a pipe. It ends the process when another rank has failed, whose answer the main thread
+    would wait for until the collective's time-out, or when no step ends before torchrun's patience does.
+    """
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+    look_every_s = 5.0  # at what the other ranks say
+    victim_s = 3.0  # for the main thread to fail by itself when another rank has
+    stuck_s = 20.0  # from a signal to the end of a step; torchrun kills after 30 s
+    closing_s = 20.0  # for the main thread to close everything after a failure
+
+    def __init__(self, recipe: Recipe, world: World, run_dir: Path) -> None:
+        """Signals are caught from here on. In the main thread, before the tracer, which passes SIGTERM on."""
+        super().__init__(name="stopper", daemon=True)
+        self.recipe, self.world, self.run_dir = recipe, world, run_dir
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.peers: list[int] = []  # process ids of this torchrun's other ranks
+        self.reason = ""  # why to stop, from whichever rank
+        self.failure = ""  # of another rank
+        self.signalled_at = self.interrupted_at = self.failed_at = self.closing_at = 0.0  # 0: not
+        self.is_saving, self.is_over = False, False
+        self.step, self.marked_at, self.checked_at = 0, 0.0, (0, time.monotonic())
+        self.next_check, self.asked = 0, None  # the agreement that is under way: (work, numbers)
+        self.writer: MetricWriter | None = None  # closed in an end without the main thread
+        self.pipe, pipe_end = os.pipe()
+        os.set_blocking(pipe_end, False)
+        signal.set_wakeup_fd(pipe_end, warn_on_full_buffer=False)
+        for number in self.signals:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or the shell's &
+                signal.signal(number, lambda *_: None)
+        os.register_at_fork(after_in_child=ignore_stop_signals)
+        self.start()
+
+    # -- for the main thread
+
+    def check(self, step: int, bad_loss: str) -> tuple[bool, bool]:
+        """After each step, on all ranks: whether this was the last one, and whether some loss was no number."""
+        now = time.monotonic()
+        self.step, self.marked_at = step, now
+        if self.world.world_size == 1:
+            return bool(self.reason), bool(bad_loss)
+        if self.asked is not None:
+            stop, bad, step_us = self.answer()
+            if stop or bad:
+                return bool(stop), bool(bad)
+            self.next_check = step + max(0, min(self.recipe.stop_check_every, int(5e6 / max(step_us, 1))) - 1)
+        if step >= self.next_check:
+            step_then, then = self.checked_at
+            step_us = int((now - then) / max(step - step_then, 1) * 1e6)
+            self.checked_at = step, now
+            numbers = torch.tensor([bool(self.reason), bool(bad_loss), step_us])
+            self.asked = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.world.hosts, async_op=True), numbers
+        return False, False
+
+    def answer(self) -> list[int]:
+        """The largest number of all ranks for each question asked a step ago."""
+        (work, numbers), self.asked = self.asked, None
+        with log_trace_span("stop_agreement", sync=True):
+            work.wait()
+        return numbers.tolist()
+
+    def mark(self) -> None:
+        """The main thread is getting on, in something longer than a step."""
+        self.marked_at = time.monotonic()
+
+    def closing(self, failure: str) -> None:
+        """The main thread has left the loop, by a failure if there is one: the other ranks should know at once."""
+        self.closing_at = time.monotonic()
+        if failure:
+            self.tell("failed", failure)
+        elif self.asked is not None:
+            self.answer()  # a collective may not outlive its group
+
+    def close(self) -> None:
+        """The process group is left: signals do again what they do by themselves."""
+        self.is_over = True
+        signal.set_wakeup_fd(-1)
+        for number in self.signals:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                signal.signal(number, signal.SIG_DFL)
+
+    # -- the thread
+
+    def run(self) -> None:
+        looked_at = 0.0
+        while not self.is_over:
+            is_urgent = self.signalled_at or self.failed_at
+            ready, _, _ = select.select([self.pipe], [], [], 0.2 if is_urgent else 1.0)
+            for number in os.read(self.pipe, 64) if ready else b"":
+                if number in self.signals:  # others have handlers of their own
+                    self.on_signal(signal.Signals(number))
+            if self.parent is not None and os.getppid() != self.parent:
+                self.wish("torchrun is gone")
+            if is_urgent or time.monotonic() - looked_at > self.look_every_s:
+                looked_at = time.monotonic()
+                self.look()
+            self.end_when_due(time.monotonic())
+
+    def on_signal(self, number: signal.Signals) -> None:
+        log_trace_instant("signal", {"signal": number.name})
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            # A terminal sends Ctrl-C to torchrun and its processes alike, and torchrun then sends its own.
+            if self.interrupted_at and (self.parent is None or now - self.interrupted_at > 1):
+                self.end_now("ended at once by a second Ctrl-C", 130)
+            self.interrupted_at = self.interrupted_at or now
+        self.signalled_at = self.signalled_at or now
+        self.wish(f"signal {number.name}")
+
+    def wish(self, reason: str) -> None:
+        """Want to stop, and let the other ranks know."""
+        if not self.reason:
+            self.reason = f"{reason} (rank {self.world.rank} on {self.world.host})"
+            self.tell("stop", self.reason)
+
+    def tell(self, key: str, text: str) -> None:
+        """Say something once for all ranks; the first to say it is the one who is heard."""
+        if self.world.notices is not None:
+            with contextlib.suppress(RuntimeError):  # the store ends with torchrun
+                self.world.notices.compare_set(key, "", text)
+
+    def look(self) -> None:
+        """What other ranks say, and whether those of this host are still there."""
+        with contextlib.suppress(RuntimeError):
+            if self.world.notices is not None:
+                if not self.reason and self.world.notices.check(["stop"]):
+                    self.reason = self.world.notices.get("stop").decode()
+                if not self.failed_at and self.world.notices.check(["failed"]):
+                    self.failed_at, self.failure = time.monotonic(), self.world.notices.get("failed").decode()
+        if self.signalled_at and not self.failed_at and not self.closing_at:
+            gone = [pid for pid in self.peers if not is_alive(pid)]
+            if gone:
+                self.failed_at = time.monotonic()
+                self.failure = f"process {gone[0]} on {self.world.host} is gone"
+                self.tell("failed", self.failure)
+
+    def end_when_due(self, now: float) -> None:
+        """End the process when its main thread cannot be expected to."""
+        if self.closing_at:
+            if self.failed_at and now - self.closing_at > self.closing_s:
+                self.end_now(f"ended while closing, after another rank failed: {self.failure}", 1)
+        elif self.failed_at and now - self.failed_at > self.victim_s:
+            self.end_now(f"ended because another rank failed: {self.failure}", 1)
+        elif self.signalled_at and not self.is_saving and now - max(self.signalled_at, self.marked_at) > self.stuck_s:
+            self.end_now(f"ended without a checkpoint: no step ended within {self.stuck_s:.0f} s of {self.reason}", 143)
+
+    def end_now(self, why: str, code: int) -> NoReturn:
+        """Without the main thread: the last metrics, the last line of train.log, the trace, no child left behind."""
+        guard = threading.Timer(5.0, os._exit, [code])  # the file system may be what hangs
+        guard.daemon = True
+        guard.start()
+        log_failure(self.world, self.run_dir, f"{why} (rank {self.world.rank} on {self.world.host}, step {self.step})",
+                    None)
+        close_structured_logger("signal", why=why)
+        end_children()
+        if self.writer is not None:
+            self.writer.close(failed=True)
+        os._exit(code)
+
+
+def ignore_stop_signals(worker: int | None = None) -> None:
+    """In a child: what a terminal or SLURM sends to all processes is for the main process, which saves.
+
+    A forked child that is no data-loader worker keeps the usual effect of SIGTERM, by which its owner ends it.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if worker is None else signal.SIG_IGN)
+
+
+def start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    """A data-loader worker's first act; then the one that the user gave the DataLoader."""
+    ignore_stop_signals(worker)
+    if then is not None:
+        then(worker)
+
+
+def end_children() -> None:
+    """Data-loader workers that are still there, and whatever else was made with multiprocessing."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take their end for a failure
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 # ---- Tracing: what a rank's own work is, and what it waits for ----------------------------------------------------
 
 
@@ -1923,8 +2140,9 @@ def scalars(outputs: Mapping[str, Any], vectors: set[str]) -> dict[str, Any]:
 class Trainer:
     """The parts of a run and the loop over them."""
 
-    def __init__(self, recipe: Recipe, world: World, start: Start) -> None:
-        self.recipe, self.world, self.start = recipe, world, start
+    def __init__(self, recipe: Recipe, world: World, start: Start, stopper: Stopper) -> None:
+        self.recipe, self.world, self.start, self.stopper = recipe, world, start, stopper
+        self.stopped = ""  # why the run ends before its time: all ranks have agreed to
         self.run_dir, self.attempt = start.run_dir, start.attempt
         self.tracing = recipe.structured_logging
         self.batches_done = 0  # micro-batches of this epoch that are in the weights
@@ -1949,6 +2167,8 @@ class Trainer:
         """On every way out: the hooks' last event, the metrics, the writer, the last line of train.log, the traces."""
         state, world = self.state, self.world
         state.error = error
+        where = f"rank {world.rank} on {world.host}, step {state.step}"
+        self.stopper.closing(f"{type(error).__name__}: {error} ({where})" if error is not None else "")
         try:
             if self.hooks is not None:
                 found = self.call_hooks("after_train")
@@ -1962,8 +2182,10 @@ class Trainer:
         finally:
             if self.metrics is not None:
                 self.metrics.close(failed=error is not None)
-            where = f"rank {world.rank} on {world.host}, step {state.step}"
-            if error is None:
+            end_children()
+            if self.stopped and error is None:
+                logger.info("stopped after step %d: %s. Go on with: resume=%s", state.step, self.stopped, self.run_dir)
+            elif error is None:
                 logger.info("done: %d steps, %d epochs", state.step, state.epoch)
             else:
                 log_failure(world, self.run_dir, f"failed: {type(error).__name__}: {error} ({where})", error)
@@ -1975,6 +2197,8 @@ class Trainer:
         with log_trace_span("process_group", sync=True):
             join_process_group(world, recipe)
         hosts = world.gather(world.host, "launch_files")
+        self.stopper.peers = [pid for host, parent, pid in world.gather((world.host, os.getppid(), os.getpid()), "peers")
+                              if (host, parent) == (world.host, os.getppid())]
         if world.rank == 0:
             write_launch_files(recipe, self.run_dir, self.attempt, hosts)
         seed_everything(recipe.seed)  # the same weights on every rank
@@ -2011,6 +2235,7 @@ class Trainer:
         self.events = {event for hook in named.values() for event in hooks.EVENTS if hasattr(hook, event)}
         self.metrics = MetricLog(self.open_writer(), self.attempt)
         self.metrics.epoch_sums.update(saved["epoch_sums"] if saved else {})
+        self.stopper.writer = self.metrics.writer
         seed_everything(mixed_seed(recipe.seed, world.rank))  # from here on each rank draws its own numbers
         logger.info("%s: %d parameters, %s steps, %d x %s%s, run directory %s", type(self.model).__name__,
                     sum(parameter.numel() for parameter in self.model.parameters()), self.total_steps or "?",
@@ -2057,10 +2282,11 @@ class Trainer:
     def train(self) -> None:
         """All epochs, up to the last step of the run."""
         self.call_hooks("before_train")
-        while not self.finished():
+        while not self.finished() and not self.stopped:
             with log_trace_span("epoch", args={"epoch": self.state.epoch}):
                 self.train_epoch()
-        self.evaluate()
+        if not self.stopped:
+            self.evaluate()
         if self.saved_at != self.state.step or self.best_is_new:
             self.save()
 
@@ -2089,10 +2315,14 @@ class Trainer:
             epoch_is_over = self.batches_done == self.batches_per_epoch
             if recipe.eval_every and state.step % recipe.eval_every == 0:
                 self.evaluate()
+            if self.stopped or self.is_last_step():
+                return
             if not epoch_is_over:  # else when all that belongs to the epoch has been written
                 self.save_if_due()
         if recipe.eval_every is None:
             self.evaluate()
+        if self.stopped:
+            return
         means = self.metrics.end_epoch(state.step, state.epoch)
         logger.info("epoch %d | %s", state.epoch, " ".join(f"{key} {value:.4f}" for key, value in means.items()))
         self.call_hooks("after_epoch")
@@ -2166,6 +2396,22 @@ class Trainer:
                 self.metrics.write_arrived(wait=True)  # a device synchronisation, every log_every steps
         return True
 
+    def is_last_step(self) -> bool:
+        """Whether the ranks have agreed to stop here. Raises NotFiniteLoss on all of them when stop_on_nan asks for it."""
+        bad_loss = self.metrics.bad_loss if self.recipe.stop_on_nan else ""
+        stop, bad = self.stopper.check(self.state.step, bad_loss)
+        if stop and not bad:
+            self.stopped = next(filter(None, self.world.gather(self.stopper.reason, "stop_reasons")))
+        if bad:
+            self.raise_bad_loss(self.world.gather(bad_loss, "stop_reasons"))
+        return bool(self.stopped)
+
+    def raise_bad_loss(self, losses: list[str]) -> None:
+        """losses: each rank's bad loss, or ""."""
+        for rank, text in enumerate(losses):
+            if text:
+                raise NotFiniteLoss(f"stop_on_nan: {text} on rank {rank}; all ranks stopped after step {self.state.step}")
+
     # -- the parts of a step
 
     def all_ranks_have(self, window: list) -> bool:
@@ -2237,10 +2483,14 @@ class Trainer:
         seed = mixed_seed(self.recipe.seed, state.step, self.world.rank)
         with log_trace_span("evaluate"), torch.no_grad(), own_random_numbers(seed, self.world.device):
             sums = self.evaluation_sums()
-            shares = self.world.gather({key: (float(total), weight) for key, (total, weight) in sums.items()},
-                                       "evaluation_sums")
+            shares, reasons = zip(*self.world.gather(
+                ({key: (float(total), weight) for key, (total, weight) in sums.items()}, self.stopper.reason),
+                "evaluation_sums"))
         for module, was_training in modes.items():
             module.training = was_training
+        self.stopped = next(filter(None, reasons), "")
+        if self.stopped:  # broken off on some rank: it is made anew after a resume
+            return
         state.metrics = {}
         for key in dict.fromkeys(itertools.chain.from_iterable(shares)):
             total, weight = (sum(numbers) for numbers in zip(*(share[key] for share in shares if key in share)))
@@ -2276,7 +2526,11 @@ class Trainer:
         loader, last_batch = self.val_loader, None
         for batch in itertools.chain(begin_epoch(loader, 0, self.recipe.seed), itertools.repeat(None)):
             has_batch = batch is not None
-            if self.is_fsdp and not self.world.agree(int(has_batch), dist.ReduceOp.MAX, "evaluation_agreement"):
+            self.stopper.mark()
+            if self.stopper.reason and not self.is_fsdp:
+                return
+            wish = 2 if self.stopper.reason else int(has_batch)
+            if self.is_fsdp and self.world.agree(wish, dist.ReduceOp.MAX, "evaluation_agreement") != 1:
                 return
             if not self.is_fsdp and not has_batch:
                 return
@@ -2314,8 +2568,11 @@ class Trainer:
         """A checkpoint of this moment: all ranks give their part, rank 0 writes. Raises CheckpointError on every rank."""
         recipe, world, state, start = self.recipe, self.world, self.state, time.perf_counter()
         problem, error = "", None
+        self.stopper.is_saving = True
         with log_trace_span("checkpoint"):
             self.metrics.write_arrived(wait=True)
+            if recipe.stop_on_nan:  # weights that are no numbers would take the place of good ones
+                self.raise_bad_loss(world.gather(self.metrics.bad_loss, "checkpoint_losses"))
             saved = {
                 "step": state.step, "epoch": state.epoch, "batches_done": self.batches_done,
                 "evaluated_at": self.evaluated_at, "best": self.best, "epoch_sums": self.metrics.epoch_sums,
@@ -2334,7 +2591,8 @@ class Trainer:
             problem = world.gather(problem, "checkpoint_written")[0]
         if problem:
             raise CheckpointError(problem) from error
-        self.saved_at, self.best_is_new = state.step, False
+        self.saved_at, self.best_is_new, self.stopper.is_saving = state.step, False, False
+        self.stopper.mark()
         state.paused_s += time.perf_counter() - start
 
     def load_weights(self) -> dict | None:
@@ -2384,7 +2642,7 @@ class Trainer:
 # ---- The story ----------------------------------------------------------------------------------------------------
 
 
-def start_run(recipe: Recipe) -> tuple[World, Start]:
+def start_run(recipe: Recipe) -> tuple[World, Start, Stopper]:
     """Everything that must be there before anything can hang: the place among ranks, run directory, log and tracer."""
     world = find_world()
     connect(world, recipe.pg_timeout_s)
@@ -2393,32 +2651,33 @@ def start_run(recipe: Recipe) -> tuple[World, Start]:
     start_logging(world, run_dir)
     for text in start.warnings if world.rank == 0 else ():
         logger.warning("%s", text)
+    stopper = Stopper(recipe, world, run_dir)
     settings = {key: value for key, value in vars(recipe.structured_logging).items()
                 if key not in ("enabled", "trace_hooks", "batch_stats_every")}
     init_structured_logger("training", str(run_dir / "structured_logs"), world.rank,
                            enable=recipe.structured_logging.enabled, attempt=start.attempt, run=run_dir.name, **settings)
-    return world, start
+    return world, start, stopper
 
 
-def leave(world: World) -> None:
+def leave(world: World, stopper: Stopper) -> None:
     """Leave the process group together."""
-    if world.store is None:
-        return
-    dist.barrier(group=world.hosts)
-    time.sleep(0.2)
-    dist.destroy_process_group()
+    if world.store is not None:
+        dist.barrier(group=world.hosts)
+        time.sleep(0.2)
+        dist.destroy_process_group()
+    stopper.close()
 
 
 @record
 def main() -> None:
     """A recipe becomes a run; a mistake in it one message."""
     try:
-        world, start = start_run(RECIPE)
-        with Trainer(RECIPE, world, start) as trainer:
+        world, start, stopper = start_run(RECIPE)
+        with Trainer(RECIPE, world, start, stopper) as trainer:
             with log_trace_span("startup"):
                 trainer.build()
             trainer.train()
-        leave(world)
+        leave(world, stopper)
     except RecipeError as mistaken:
         local_mistake(mistaken)
 
