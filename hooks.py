@@ -21,9 +21,9 @@ dict of key -> number; 0-dim tensors are welcome: they go to the host in one cop
     after_train                  always; when state.error is set, without collectives
 
 state is any object with the attributes that a hook reads: model (unwrapped), optimizer, step (from 1),
-max_steps, epoch (from 0), batch, outputs, metrics, lr, data_s, num_samples, num_tokens, clip_norm, grad_scale,
-step_skipped, run_dir, run, rank, local_rank, world_size, device, error, and paused_s: seconds of evaluation and
-saving so far.
+max_steps, epoch (from 0), batch, outputs, metrics, lr, data_s, num_samples, num_tokens, clip_norm,
+grad_scale, step_skipped, run_dir, run, rank, local_rank, world_size, device, error, and paused_s: seconds of
+evaluation and saving so far.
 
 Nothing here changes the model, the gradients or the loop, prints, or writes metrics: the loop does.
 """
@@ -73,7 +73,8 @@ class HookDispatcher:
 
     def __init__(self, hooks: Mapping[str, Any], span: Callable | None = None):
         self._span = span
-        self._owners: dict[str, str] = {}  # metric key -> the hook that returned it: no two may share one
+        self._owners: dict[str, str] = {}  # metric key -> the first hook that returned it
+        self._clashes: set[tuple[str, str]] = set()  # pairs of hooks that share a key, warned of once
         self._calls: dict[str, list] = {event: [] for event in EVENTS}
         for name, hook in hooks.items():
             _check_methods(name, hook)
@@ -120,9 +121,9 @@ class HookDispatcher:
                 got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
                 raise TypeError(f"it returned {got} for {key!r}; wanted text -> number or one-element tensor")
             owner = self._owners.setdefault(key, name)
-            if owner != name:
-                self._owners[key] = name
-                logger.warning("hooks %r and %r both write %r (%s): the later one wins; give one of them"
+            if owner != name and (owner, name) not in self._clashes:
+                self._clashes.add((owner, name))
+                logger.warning("hooks %r and %r both write %r (in %s): the later one wins; give one of them"
                                " a prefix or other modules", owner, name, key, event)
             found[key] = value
 
@@ -136,8 +137,8 @@ def _check_methods(name: str, hook: Any) -> None:
     for method in methods:
         near = method.startswith(("before_", "after_")) or difflib.get_close_matches(method, EVENTS, 1, 0.8)
         if method not in EVENTS and near:
-            raise ValueError(f"{who} has a method {method!r}, which is no event{_nearest(method, EVENTS)}; there"
-                             f" are {', '.join(EVENTS)}. If it is none of them, begin its name with _")
+            raise ValueError(f"{who} has a method {method!r}, which is no event{_nearest(method, EVENTS)};"
+                             f" there are {', '.join(EVENTS)}. If it is none of them, begin its name with _")
     mine = [event for event in EVENTS if hasattr(hook, event)]
     if not mine:
         raise ValueError(f"{who} has none of the events {', '.join(EVENTS)}")
@@ -379,10 +380,10 @@ class GarbageCollector:
         self.log_frequency = _check_period(self, log_frequency, default=50)
         self._span = span or (lambda name: contextlib.nullcontext())
         self._active = False
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._enable_in_child)
 
     def before_train(self, state):
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._enable_in_child)
         if gc.isenabled():
             gc.collect()
             gc.freeze()
@@ -472,7 +473,7 @@ def _exchange_device(*devices: Any) -> torch.device:
 
 
 def _owned_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
-    """(clean name of the owning module, module, attribute, parameter); tied ones once, with the first owner."""
+    """(clean name of the owning module, module, attribute, parameter); a tied one with its first owner."""
     owned, seen = [], set()
     for name, module in clean_modules(model).items():
         # A wrapper hides its module under the same name: look into it for parameters.
@@ -521,7 +522,7 @@ class ParameterCounter:
 
     def __init__(self, show_details: bool = True, min_params: int = 0):
         if isinstance(min_params, bool) or not isinstance(min_params, int) or min_params < 0:
-            raise ValueError(f"ParameterCounter: min_params is {min_params!r}; wanted a whole number from 0 on")
+            raise ValueError(f"ParameterCounter: min_params is {min_params!r}; wanted a whole number >= 0")
         self.show_details = show_details
         self.min_params = min_params
         self._has_lazy = False
@@ -669,8 +670,8 @@ class GradientNormLogger:
 
     def _overflowed(self, state, norms, num_nonfinite) -> dict:
         first = self._names[int((~torch.isfinite(norms)).nonzero()[0])]
-        logger.warning("step %d: gradients overflowed at loss scale %g in %d parameters (first: %s); GradScaler"
-                       " skips this step", state.step, state.grad_scale, num_nonfinite, first)
+        logger.warning("step %d: gradients overflowed at loss scale %g in %d parameters (first: %s);"
+                       " GradScaler skips this step", state.step, state.grad_scale, num_nonfinite, first)
         return {f"{self.prefix}/nonfinite_params": num_nonfinite}
 
     def _trainable(self, state) -> list[torch.nn.Parameter]:
@@ -693,8 +694,8 @@ class GradientNormLogger:
             self._layer_of = torch.tensor([position[owner] for owner in owners])
             if self.log_per_layer and len(self._layers) > self.max_layers and not self._has_warned:
                 self._has_warned = True
-                logger.warning("GradientNormLogger: %d modules own parameters; norms of the first %d are logged,"
-                               " the total is over all", len(self._layers), self.max_layers)
+                logger.warning("GradientNormLogger: %d modules own parameters; norms of the first %d are"
+                               " logged, the total is over all", len(self._layers), self.max_layers)
         return [parameter for _, _, _, parameter in trainable]
 
 
@@ -801,10 +802,10 @@ class _OutputMonitor:
         if self.modules and unmatched:
             near = difflib.get_close_matches(unmatched[0].replace("*", ""), names, 5, 0.3)
             raise ValueError(f"modules: no module of the model matches {_quote(unmatched)}; nearest of"
-                             f" {len(names)} names: {_quote(near or names)} (* does not cross a dot, ** does)")
+                             f" {len(names)} names: {_quote(near or names)} (** crosses dots, * does not)")
         if not self._names:
-            logger.warning("%s watches nothing: no module matches its defaults %s; name some with modules=[...];"
-                           " there are %s", type(self).__name__, _quote(self.default_modules),
+            logger.warning("%s watches nothing: no module matches its defaults %s; name some with"
+                           " modules=[...]; there are %s", type(self).__name__, _quote(self.default_modules),
                            _quote(names[1:], 20))
         self._handles = [candidates[name].register_forward_hook(self._listener(name)) for name in self._names]
 
@@ -888,8 +889,8 @@ def _features(output: Any) -> torch.Tensor | None:
 def _rows(name: str, features: torch.Tensor | None, channel_dim: int) -> torch.Tensor:
     """Features (..., C), or with the channels elsewhere, as (tokens, C)."""
     if features is None or features.dim() == 0:
-        raise ValueError(f"module {name!r}: its output holds no feature tensor; wanted a floating-point tensor"
-                         f" (..., C), or a tuple, a dict or an object with .feat that has one")
+        raise ValueError(f"module {name!r}: its output holds no feature tensor; wanted a floating-point"
+                         f" tensor (..., C), or a tuple, a dict or an object with .feat that has one")
     return features.movedim(channel_dim, -1).reshape(-1, features.shape[channel_dim])
 
 
@@ -1102,8 +1103,8 @@ class LogitEntropyLogger:
         self.log_frequency = _check_period(self, log_frequency)
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if not (isinstance(temperature, str) and temperature or is_number and 0 < temperature < math.inf):
-            raise ValueError(f"LogitEntropyLogger: temperature is {temperature!r}; wanted a number above 0, or"
-                             f" the path of an attribute of the model")
+            raise ValueError(f"LogitEntropyLogger: temperature is {temperature!r}; wanted a number above 0,"
+                             f" or the path of an attribute of the model")
         self.logits_key = logits_key
         self.temperature = temperature
         self.prefix = prefix
@@ -1122,8 +1123,9 @@ class LogitEntropyLogger:
             if not self._has_warned:
                 self._has_warned = True
                 keys = [key for key, value in dict(outputs).items() if getattr(value, "ndim", 0)]
-                logger.warning("LogitEntropyLogger logs nothing: the model's outputs have no tensor (..., K) %r%s;"
-                               " they have %s", self.logits_key, _nearest(self.logits_key, keys), _quote(keys))
+                logger.warning("LogitEntropyLogger logs nothing: the model's outputs have no tensor (..., K)"
+                               " %r%s; they have %s", self.logits_key, _nearest(self.logits_key, keys),
+                               _quote(keys))
             return None
         if not logits.numel():
             return None
@@ -1541,11 +1543,12 @@ class RuntimeProfiler:
 
     def __init__(self, start_step: int = 10, warmup: int = 2, active: int = 3, ranks: Any = (0,),
                  memory: bool = False, with_stack: bool = False, record_shapes: bool = True):
-        limits = {"start_step": (start_step, 1, 10**9), "warmup": (warmup, 0, 1000), "active": (active, 1, 100)}
+        limits = {"start_step": (start_step, 1, 10**9), "warmup": (warmup, 0, 1000),
+                  "active": (active, 1, 100)}
         for name, (value, low, high) in limits.items():
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"RuntimeProfiler: {name} is {value!r}; wanted a whole number of steps, {low} to"
-                                 f" {high:,}")
+                raise ValueError(f"RuntimeProfiler: {name} is {value!r}; wanted a whole number of steps,"
+                                 f" {low} to {high:,}")
         is_list = isinstance(ranks, (list, tuple)) and all(type(rank) is int and rank >= 0 for rank in ranks)
         if ranks != "all" and not (is_list and ranks):
             raise ValueError(f"RuntimeProfiler: ranks is {ranks!r}; wanted a list as [0, 3], or all")
@@ -1563,8 +1566,9 @@ class RuntimeProfiler:
         self._is_done = self.ranks != "all" and getattr(state, "rank", 0) not in self.ranks
         max_steps = getattr(state, "max_steps", None)
         if not self._is_done and max_steps is not None and max_steps < self.start_step + self.active - 1:
-            logger.warning("RuntimeProfiler: the run has %d steps, the window is steps %d to %d: start_step or"
-                           " active is too large", max_steps, self.start_step, self.start_step + self.active - 1)
+            logger.warning("RuntimeProfiler: the run has %d steps, the window is steps %d to %d: start_step"
+                           " or active is too large", max_steps, self.start_step,
+                           self.start_step + self.active - 1)
 
     def before_step(self, state):
         if self._is_done:
@@ -1608,8 +1612,9 @@ class RuntimeProfiler:
         profile, self._profile, self._is_done = self._profile, None, True
         profile.stop()
         if self._first_active is None:
-            logger.warning("RuntimeProfiler: the run ended at step %s, in the warm-up of its window (steps %d to"
-                           " %d): no trace", state.step, self.start_step, self.start_step + self.active - 1)
+            logger.warning("RuntimeProfiler: the run ended at step %s, in the warm-up of its window (steps %d"
+                           " to %d): no trace", state.step, self.start_step,
+                           self.start_step + self.active - 1)
             return
         run = re.sub(r"[^\w.-]+", "-", str(getattr(state, "run", None) or "run"))
         folder = Path(getattr(state, "run_dir", None) or ".", "profiler")
@@ -1657,8 +1662,3 @@ def _profile_table(averages: Any, num_rows: int = 12) -> str:
             share = 100 * time_us / total
             lines.append(f"  {time_us / 1000:>10.3f}  {share:>5.1f}%  {event.count:>7}  {event.key[:80]}")
     return "\n".join(lines) or "  nothing was recorded"
-
-
-BUILTIN_HOOKS = {hook.__name__: hook for hook in (
-    IterationTimer, InformationWriter, GarbageCollector, ParameterCounter, GradientNormLogger,
-    ResourceUtilizationLogger, FeatureStdMonitor, PrototypeUsageLogger, LogitEntropyLogger, RuntimeProfiler)}
