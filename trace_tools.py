@@ -1404,9 +1404,11 @@ SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # once: so many steps l
 MOVING_RATIO, MOVING_US = 0.1, 2000  # lateness that moves from rank to rank, of a step
 SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 3.0  # all ranks from a step on
 BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000  # of a step, on all ranks alike
+ODD_RATIO = 0.5  # of a step, for a phase whose name says nothing
 SAMPLES = 240  # meetings that are looked at phase by phase, of each finding
 
-COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|model|loss|grad|train|step|kernel|device", re.I)
+COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|model|loss|grad|train|step|kernel|rollout|generate", re.I)
+BESIDES = re.compile(r"data|load|fetch|batch|input|read|token|augment|next|copy|to_|h2d|hook|callback|log|metric|write", re.I)
 COLLECTIVE = re.compile(r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|sum", re.I)
 BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
 PIPELINE = re.compile(r"pipeline|recv|send|p2p|(^|_)(pp|stage)(_|$|\d)", re.I)
@@ -1621,7 +1623,7 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float, is_par
     n = len(late)
     middle = median_low(late)
     z = middle * math.sqrt(n) / (1.2533 * noise_of(late, middle))
-    if n < FEW_MEETINGS or z < MIN_Z:
+    if n < (1.5 * FEW_MEETINGS if is_part else FEW_MEETINGS) or z < MIN_Z:
         return None
     if n < MIN_MEETINGS or is_part:
         floor_us = max(floor_us, 0.1 * step_us, 2 * LATE_US)
@@ -1979,6 +1981,7 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
     found = []
     seen: Dict[str, List[float]] = {}
     num_steps = len(judge.steps)
+    meeting = {track.kind for track in judge.tracks}  # their own work is computing
     for track in judge.tracks:
         chosen = some(track.steps)
         for owns in judge.look_at(track.kind, chosen, judge.some_ranks(0)):
@@ -1989,7 +1992,9 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
         for phase, values in list(seen.items()):
             us = median_low(values + [0.0] * (len(chosen) - len(values))) * part
             del seen[phase]
-            if us > max(BOUND_RATIO * judge.step_us, BOUND_US) and phase and not COMPUTE.search(phase):
+            ratio = BOUND_RATIO if BESIDES.search(phase) else ODD_RATIO
+            is_meant = phase in meeting or COMPUTE.search(phase) and not BESIDES.search(phase)
+            if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
                 found.append(bound_finding(judge, phase, us, track.steps, f"on all ranks {phase} takes {format_us(us)} of a step"))
         transfer_us = median_low(track.transfer) * part
         if (track.told or COLLECTIVE.search(str(track.kind))) and judge.is_marked and (
@@ -2061,13 +2066,22 @@ def whole_hosts(judge: Judge, lates: List[Late]) -> List[List[Late]]:
         by_host.setdefault(host, set()).add(rank)
     late_ranks = {late.rank for late in lates}
     slow = [host for host, ranks in by_host.items() if host and len(ranks) > 1 and ranks <= late_ranks]
-    found = []
+    found: List[List[Late]] = []
     for host in slow if len(by_host) > len(slow) else ():
         group = [late for late in lates if judge.hosts[late.rank] == host]
         if min(late.late_us for late in group) > 0.4 * max(late.late_us for late in group):
-            found.append(group)
             lates[:] = [late for late in lates if late not in group]
+            # Hosts that are alike late are one finding: fixing one of them would save nothing.
+            alike = [g for g in found if 0.6 < usual_late_us(g) / usual_late_us(group) < 1.7]
+            if alike:
+                alike[0].extend(group)
+            else:
+                found.append(group)
     return found
+
+
+def usual_late_us(group: Sequence[Late]) -> float:
+    return median_low([late.late_us for late in group])
 
 
 def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[Late]) -> Dict[str, Any]:
@@ -2076,6 +2090,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     ranks = sorted({late.rank for late in group})
     saving_us = max(replay(judge, group), 0.0)
     cost_us = sum(cost_of(judge, late) for late in group)
+    cost_us = max(cost_us, saving_us)  # when most ranks are slow, the lower median is slow as well
     steps = sorted({step for late in group for step in late.steps})
     # The phase that the group's ranks lost most in.
     lost: Counter = Counter()
@@ -2829,11 +2844,13 @@ class TraceWriter:
     a parent ends no earlier than its children, and spans that cross go to a track of their own.
     """
 
-    def __init__(self, out, origin_us: int, steps: StepRange, min_us: float = 0):
-        self.out, self.origin_us, self.steps, self.min_us = out, origin_us, steps, min_us
+    def __init__(self, out, run: Run, origin_us: int, min_us: float = 0):
+        self.out, self.origin_us, self.steps, self.min_us = out, origin_us, run.steps, min_us
+        self.rank_digits = len(str(run.world_size - 1))
+        self.tell_source = len({c.header.get("source") for c in run.chosen}) > 1
         self.num_events, self.separator = 0, ""
         self.process: Optional[Process] = None
-        self.pid = 0
+        self.pid, self.pids, self.num_processes = 0, set(), 0
 
     def open(self, other_data: Dict[str, Any]) -> None:
         self.out.write('{"displayTimeUnit":"ms","otherData":' + strict_json(other_data) + ',"traceEvents":[\n')
@@ -2843,18 +2860,26 @@ class TraceWriter:
 
     def start(self, process: Process) -> None:
         """The next process: its name, and no tracks yet."""
-        self.process = process
-        self.pid += 1  # small, ours, in numeric order of rank: a pid may be there on two hosts
+        self.process, header = process, process.header
         self.tracks: Dict[Any, Track] = {}
         self.pools: Dict[str, List[Track]] = {"task": [], "crossing": []}
         self.step_begin: Optional[Tuple[int, int]] = None
-        header = process.header
-        who = f"rank {process.rank}" if process.rank is not None else str(header.get("source") or "unknown rank")
+        self.num_processes += 1
+        self.pid = header["pid"] if isinstance(header.get("pid"), int) else self.num_processes
+        while self.pid in self.pids:
+            self.pid += 10_000_000  # two hosts may have the same pid
+        self.pids.add(self.pid)
+        # The viewer sorts processes by their names, as text.
+        who = "unknown rank" if process.rank is None else f"rank {process.rank:0{self.rank_digits}d}"
         who += "" if process.worker is None else f" worker {process.worker}"
+        who = f"{header.get('source')} {who}" if self.tell_source else who
         where = [str(header["host"])] if header.get("host") else []
         where += [f"pid {header['pid']}"] if header.get("pid") is not None else []
         self.meta("process_name", 0, name=f"{who} ({', '.join(where)})" if where else who)
-        self.meta("process_sort_index", 0, sort_index=self.pid)
+        self.meta("process_sort_index", 0, sort_index=self.num_processes)
+        # The first two tracks of each, whichever has a slice first.
+        self.track("step", "step")
+        self.track(("thread", None), "main")
 
     def meta(self, kind: str, tid: int, **args: Any) -> None:
         self.write({"ph": "M", "pid": self.pid, "tid": tid, "name": kind, "args": args})
@@ -2879,10 +2904,9 @@ class TraceWriter:
 
     def track(self, key: Any, name: str) -> Track:
         if key not in self.tracks:
-            # The viewer takes tid == pid for the main thread; numbers are given in the order of appearance.
-            track = self.tracks[key] = Track(self.pid * TRACKS_PER_PROCESS + len(self.tracks), name)
+            track = self.tracks[key] = Track(len(self.tracks) + 1, name)
             self.meta("thread_name", track.tid, name=name)
-            self.meta("thread_sort_index", track.tid, sort_index=len(self.tracks))
+            self.meta("thread_sort_index", track.tid, sort_index=track.tid)
         return self.tracks[key]
 
     def pooled(self, pool: str, holder: Any, begin_ns: int) -> Track:
@@ -2958,7 +2982,7 @@ class TraceWriter:
             for name, value in r["args"].items():
                 if isinstance(value, (int, float)) and math.isfinite(value):
                     self.write({"ph": "C", "pid": self.pid, "tid": 0, "ts": self.us(r["ts"]), "name": name,
-                                "args": {name: value}})
+                                "args": {"": value}})  # the viewer's title is both names
 
     def us(self, ts: float) -> float:
         return ts - self.origin_us
@@ -2985,7 +3009,6 @@ class TraceWriter:
 
 
 BEGIN, READY, TRACK = "\0begin", "\0ready", "\0track"  # no record of a file has such keys
-TRACKS_PER_PROCESS = 10_000
 
 
 def as_us(ns: int) -> str:
@@ -3028,7 +3051,7 @@ def export(run: Run, target: str, min_us: float = 0, profiler_files: Sequence[st
     try:
         with (gzip.open(temporary, "wt", encoding="ascii", compresslevel=5) if target.endswith(".gz")
               else open(temporary, "w", encoding="ascii", buffering=1 << 20)) as out:
-            writer = run.sink = TraceWriter(out, origin_us, run.steps, min_us)
+            writer = run.sink = TraceWriter(out, run, origin_us, min_us)
             writer.open({"origin_us": origin_us, "origin": format_time(origin_us), "run": run.run,
                          "attempt": run.attempt, "world_size": run.world_size, "written_by": "rankscope trace_tools"})
             run.read()
