@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""Run the fault suite and print its table: what was broken, what the verdict said, how long that took.
+
+    python tests/faults/run.py                     # everything once, about ten minutes on two cores
+    python tests/faults/run.py --only four stops   # some jobs
+    python tests/faults/run.py --seeds 5           # how often it is right
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+import scenarios  # noqa: E402
+import trace_tools  # noqa: E402
+
+STALL_TIMEOUT_S = 10
+
+
+class Job:
+    """One torchrun job in a session of its own; leaving it kills whatever is left."""
+
+    def __init__(self, folder, nproc, overrides=(), faults=(), options=()):
+        self.folder = Path(folder)
+        self.run_dir = self.folder / "exp" / "recipe" / "run"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
+                   "--monitor-interval=0.1", *options, ROOT / "train.py", HERE / "recipe.yaml", "run=run",
+                   f"exp_dir={self.folder / 'exp'}", f"structured_logging.stall_timeout_s={STALL_TIMEOUT_S}", *overrides]
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}
+        env.update(OMP_NUM_THREADS="1", FAULTS=json.dumps(faults), TORCHELASTIC_ERROR_FILE=str(self.folder / "error.json"))
+        self.log = open(self.folder / "output.txt", "w")
+        self.process = subprocess.Popen([str(c) for c in command], stdout=self.log, stderr=subprocess.STDOUT, env=env,
+                                        start_new_session=True, cwd=self.folder)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        # Workers have sessions of their own under torchrun's agent: all are found by their parents.
+        for pid in [*self.descendants(), self.process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait()
+        self.log.close()
+
+    def descendants(self):
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                pid, rest = stat.read_text().split(" (", 1)
+            except OSError:
+                continue
+            parents.setdefault(int(rest.rpartition(")")[2].split()[1]), []).append(int(pid))
+        found, queue = [], [self.process.pid]
+        while queue:
+            children = parents.get(queue.pop(), [])
+            found += children
+            queue += children
+        return found
+
+    def wait(self, timeout_s):
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"no end after {timeout_s} s: see {self.folder}/output.txt") from None
+
+    def summary(self, steps=None):
+        try:
+            run = trace_tools.Run([str(self.run_dir)], steps=steps).read()
+        except trace_tools.Refusal:
+            return None
+        return trace_tools.summarize(run)
+
+    def wait_for(self, condition, timeout_s):
+        """Poll the traces until condition(summary) holds; returns the summary, or the last one at the time-out."""
+        end = time.monotonic() + timeout_s
+        while True:
+            summary = self.summary()
+            if summary and condition(summary) or time.monotonic() > end:
+                return summary
+            time.sleep(0.5)
+
+    def pids(self):
+        """Of the ranks, in order."""
+        return [r["pid"] for r in self.summary()["ranks"]]
+
+
+def slow_faults(cases):
+    """The cases' faults, each moved to steps of its own: [(case, first, last)], and the list of faults for the job."""
+    placed, faults, first = [], [], 11
+    for case in cases:
+        last = first + scenarios.SEGMENT - 1
+        placed.append((case, first, last))
+        for fault in case.faults:
+            begin, end = fault.get("steps", scenarios.steps())
+            faults.append({**fault, "steps": [first + begin, first + end]})
+        first = last + 11  # steps between two faults belong to none
+    return placed, faults, first
+
+
+def run_slow(name, folder):
+    """[(case, problem or None, details)] of one job of slow steps."""
+    nproc, overrides, cases = scenarios.SLOW_JOBS[name]
+    placed, faults, end = slow_faults(cases)
+    with Job(folder, nproc, [*overrides, f"max_steps={end}"], faults) as job:
+        if job.wait(600):
+            raise RuntimeError(f"job {name} failed: {(job.folder / 'output.txt').read_text()[-3000:]}")
+        begins = step_begins(job.run_dir)
+        summaries = [(case, first, job.summary(trace_tools.StepRange(first, last)),
+                      (begins[last] - begins[first + 4]) / (last - first - 4)) for case, first, last in placed]
+    quiet = [step_us for case, _, _, step_us in summaries if case.name.startswith("nothing")]
+    clean_us = sum(quiet) / len(quiet) if quiet else None
+    return [(f"{name}/{case.name}", *judge_slow(case, first, summary, step_us, clean_us))
+            for case, first, summary, step_us in summaries]
+
+
+def step_begins(run_dir):
+    """{step: when rank 0 began it, in microseconds}, read without the tool that is being tested."""
+    begins = {}
+    for path in (run_dir / "structured_logs").glob("training.rank00000.*.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if record["ph"] == "B" and "step" in record:
+                begins.setdefault(record["step"], record["ts"])
+    return begins
+
+
+def judge_slow(case, first, summary, step_us, clean_us):
+    """(problem or None, what it said) of the steps of one case, which took step_us each, clean_us without a fault."""
+    verdict = summary["findings"][0]
+    got = describe(verdict)
+    details = {"got": got, "step_ms": step_us / 1000}
+    problem = wrong(case.kind, case.ranks, case.phase, verdict)
+    if not problem and case.first is not None and abs(verdict["steps"]["first"] - first - case.first) > 1:
+        problem = f"step {verdict['steps']['first'] - first}, wanted {case.first}"
+    if not problem and case.period and verdict["steps"]["period"] != case.period:
+        problem = f"period {verdict['steps']['period']}, wanted {case.period}"
+    for ranks, phase in case.also:
+        if not problem and not any(f["ranks"] == ranks and f["phase"] == phase for f in summary["findings"]):
+            problem = f"rank {ranks} in {phase} is missing"
+    others = [f for f in summary["findings"][1:] if f["kind"] in ("straggler", "burst", "spike", "slow_host", "slowdown")
+              and (f["ranks"], f["phase"]) not in case.also]
+    details["others"] = [describe(f) for f in others]
+    details["findings"] = summary["findings"]
+    if clean_us and verdict["kind"] == "straggler" and not case.also and case.first is None and case.kind == "straggler":
+        details["saving_ms"] = (verdict["saving_percent"] / 100 * step_us / 1000, (step_us - clean_us) / 1000)
+    return problem, details
+
+
+def wrong(kind, ranks, phase, verdict):
+    kinds = (kind,) if isinstance(kind, str) else kind
+    if verdict["kind"] not in kinds or (ranks is not None and sorted(ranks) != verdict["ranks"]) or (
+            phase is not None and verdict["phase"] != phase):
+        return f"wanted {'/'.join(kinds)} {'' if ranks is None else ranks} {phase or ''}"
+    return None
+
+
+def describe(finding):
+    return f"{finding['kind']} {finding['ranks']} {finding['phase'] or ''}".strip()
+
+
+def run_stop(case, folder):
+    """(problem or None, details) of a job that ends or stands still."""
+    is_stall = case in scenarios.STALLS
+    with Job(folder, case.nproc, ["max_steps=60", *case.more], case.faults, case.options) as job:
+        if case.after:
+            job.wait_for(lambda s: (s["steps"]["last"] or 0) >= 10, 120)
+            globals()[case.after](job)
+        begin = time.monotonic()
+        if is_stall:
+            job.wait_for(lambda s: s["findings"][0]["kind"] not in ("healthy", "insufficient"), 120)
+            summary = job.summary()
+            took_s = None
+        else:
+            job.wait(120)
+            summary = job.summary()
+            took_s = time.monotonic() - begin
+        if summary is None:
+            return "no traces", {"got": (job.folder / "output.txt").read_text()[-500:]}
+        verdict = summary["findings"][0]
+        problem = wrong(case.kind, case.ranks, case.phase, verdict)
+        if not problem and case.step is not None and abs((verdict["steps"]["first"] or 0) - case.step) > 1:
+            problem = f"step {verdict['steps']['first']}, wanted {case.step}"
+        idle_s = verdict["cost_s"] if is_stall else took_s
+        if problem is None and is_stall and idle_s and idle_s > 2 * STALL_TIMEOUT_S:
+            problem = f"verdict after {idle_s:.0f} s"
+        return problem, {"got": describe(verdict), "idle_s": idle_s, "findings": summary["findings"],
+                         "states": [r["state"] for r in summary["ranks"]], "others": []}
+
+
+def kill_all(job):
+    for pid in [*job.descendants(), job.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def terminate(job):
+    os.kill(job.process.pid, signal.SIGTERM)
+
+
+def worker_of(job, rank):
+    parent = job.pids()[rank]
+    for pid in job.descendants():
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
+            return pid
+    raise LookupError("no data-loader worker")
+
+
+def kill_worker(job):
+    os.kill(worker_of(job, 1), signal.SIGKILL)
+
+
+def stop_worker(job):
+    os.kill(worker_of(job, 1), signal.SIGSTOP)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="*", help="jobs of slow steps, stops, stalls, or single stops")
+    parser.add_argument("--seeds", type=int, default=1, help="how often each")
+    parser.add_argument("--keep", help="folder for the traces")
+    parser.add_argument("-v", action="store_true", help="all findings")
+    arguments = parser.parse_args()
+    jobs = [name for name in scenarios.SLOW_JOBS if not arguments.only or name in arguments.only]
+    stops = [case for family, cases in (("stops", scenarios.STOPS), ("stalls", scenarios.STALLS)) for case in cases
+             if not arguments.only or family in arguments.only or case.name in arguments.only]
+    root = Path(arguments.keep or tempfile.mkdtemp(prefix="faults-"))
+    right = total = 0
+    for seed in range(arguments.seeds):
+        rows = []
+        for name in jobs:
+            folder = root / f"{name}-{seed}"
+            folder.mkdir(parents=True)
+            rows += run_slow(name, folder)
+            right, total = show(rows, arguments.v, right, total)
+            rows = []
+        for case in stops:
+            folder = root / f"{case.name}-{seed}"
+            folder.mkdir(parents=True)
+            rows = [(case.name, *run_stop(case, folder))]
+            right, total = show(rows, arguments.v, right, total)
+    print(f"{right} of {total} right")
+    if not arguments.keep:
+        shutil.rmtree(root)
+
+
+def show(rows, verbose, right, total):
+    for name, problem, details in rows:
+        saving = "saves {:.1f} ms a step, really {:.1f}".format(*details["saving_ms"]) if "saving_ms" in details else ""
+        idle = f"after {details['idle_s']:.1f} s" if details.get("idle_s") else ""
+        print(f"{'ok   ' if not problem else 'WRONG'} {name:34} {details['got']:40} {saving}{idle} {problem or ''} "
+              f"{'also ' + '; '.join(details['others']) if details.get('others') else ''} {details.get('states', '')}", flush=True)
+        if verbose and (problem or details.get("others")):
+            print(json.dumps(details["findings"][:4], indent=1))
+        right, total = right + (problem is None), total + 1
+    return right, total
+
+
+if __name__ == "__main__":
+    main()

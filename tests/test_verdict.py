@@ -1,0 +1,178 @@
+"""What the verdict says about slow steps, on simulated worlds: who, where, since when, what it costs; and silence else."""
+
+import random
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "faults")]
+
+import trace_tools  # noqa: E402
+from simulate import PHASES, simulate  # noqa: E402
+
+
+def summary(folder, **world):
+    simulate(folder, **world)
+    return trace_tools.summarize(trace_tools.Run([str(folder)]).read())
+
+
+def findings(folder, **world):
+    return summary(folder, **world)["findings"]
+
+
+def slow(ranks, phase, us, first=1, last=1 << 30, every=1):
+    """An extra: these ranks take us longer in a phase."""
+    ranks = {ranks} if isinstance(ranks, int) else set(ranks)
+    return lambda rank, step, name: us * (
+        rank in ranks and name == phase and first <= step <= last and (step - first) % every == 0)
+
+
+@pytest.mark.parametrize("noise", ["white", "lognormal", "slow"])
+@pytest.mark.parametrize("world", [1, 2, 4, 16])
+def test_noise_is_healthy(tmp_path, world, noise):
+    found = findings(tmp_path, world=world, noise=noise, seed=world)
+    assert [f["kind"] for f in found] == ["healthy"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 64])
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_a_straggler_is_named_with_its_phase(tmp_path, world, phase):
+    rank = (len(phase) + 7 * world) % world
+    broken = summary(tmp_path / "slow", world=world, num_steps=60, extra=slow(rank, phase, 8000))
+    found = broken["findings"]
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [rank], phase)]
+    saved_s = broken["wall_s"] - summary(tmp_path / "clean", world=world, num_steps=60)["wall_s"]
+    assert found[0]["saving_s"] / 57 == pytest.approx(saved_s / 60, rel=0.1, abs=0.001)
+
+
+def test_names_do_not_matter(tmp_path):
+    found = findings(tmp_path, phases={"zig": 3000, "zag": 9000, "zog": 20_000}, meet="zog", extra=slow(2, "zig", 6000))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "zig")]
+
+
+def test_from_a_step_on(tmp_path):
+    found = findings(tmp_path, world=8, extra=slow(3, "fwd", 8000, first=60))
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]) for f in found] == [
+        ("straggler", [3], "fwd", {"first": 60, "last": 100, "period": None})]
+
+
+def test_every_seventh_step(tmp_path):
+    found = findings(tmp_path, world=8, extra=slow(3, "fwd", 30_000, first=10, every=7))
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]) for f in found] == [
+        ("burst", [3], "fwd", {"first": 10, "last": 94, "period": 7})]
+
+
+def test_once(tmp_path):
+    found = findings(tmp_path, world=8, extra=slow(3, "opt", 2_000_000, first=50, last=50))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("spike", [3], "opt")]
+    assert abs(found[0]["steps"]["first"] - 50) <= 1
+
+
+def test_two_stragglers_alike_are_one_finding(tmp_path):
+    found = findings(tmp_path, world=8, extra=slow([1, 5], "load", 15_000))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1, 5], "load")]
+    assert found[0]["saving_s"] == pytest.approx(97 * 0.015, rel=0.1)
+
+
+def test_a_hidden_straggler_saves_nothing_alone(tmp_path):
+    found = findings(tmp_path, world=8, extra=lambda rank, step, phase: 20_000 * (rank == 2 and phase == "fwd")
+                     + 8000 * (rank == 5 and phase == "load"))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "fwd"), ("straggler", [5], "load")]
+    assert found[0]["saving_s"] == pytest.approx(97 * 0.012, rel=0.1)
+    assert found[1]["saving_s"] < 0.01
+    assert any("hidden behind rank 2" in line for line in found[1]["evidence"])
+
+
+def test_most_ranks_are_slow(tmp_path):
+    found = findings(tmp_path, world=8, extra=slow([1, 2, 3, 4, 5], "load", 15_000))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1, 2, 3, 4, 5], "load")]
+
+
+def test_a_slow_host(tmp_path):
+    hosts = [f"node-{rank // 4}" for rank in range(16)]
+    found = findings(tmp_path, world=16, hosts=hosts, scale=lambda rank: 1.3 if rank // 4 == 2 else 1.0)
+    assert [(f["kind"], f["ranks"], f["hosts"]) for f in found] == [("slow_host", [8, 9, 10, 11], ["node-2"])]
+
+
+def test_all_slower_from_a_step_on(tmp_path):
+    found = findings(tmp_path, world=8, extra=slow(range(8), "fwd", 9000, first=60))
+    assert [(f["kind"], f["phase"], f["steps"]["first"]) for f in found] == [("slowdown", "fwd", 60)]
+
+
+def test_all_wait_for_data(tmp_path):
+    found = findings(tmp_path, world=8, phases=dict(PHASES, load=20_000))
+    assert [(f["kind"], f["phase"]) for f in found] == [("bound", "load")]
+
+
+def test_communication(tmp_path):
+    found = findings(tmp_path, world=8, transfer_us=40_000)
+    assert [(f["kind"], f["phase"]) for f in found] == [("bound", "bwd")]
+    assert "communication" in found[0]["evidence"][0]
+
+
+def test_another_rank_each_step(tmp_path):
+    turns = [random.Random(step).randrange(8) for step in range(101)]
+    found = findings(tmp_path, world=8, extra=lambda rank, step, phase: 15_000 * (rank == turns[step] and phase == "load"))
+    assert [(f["kind"], f["phase"]) for f in found] == [("imbalance", "load")]
+
+
+@pytest.mark.parametrize("ranks", [[2], range(4)])
+def test_a_slow_first_step_is_warm_up(tmp_path, ranks):
+    found = findings(tmp_path, extra=slow(ranks, "fwd", 800_000, last=1))
+    assert [f["kind"] for f in found] == ["healthy"]
+
+
+def test_bigger_batches_are_told(tmp_path):
+    found = findings(tmp_path, world=8, scale=lambda rank: 1.5 if rank == 3 else 1.0, sizes=lambda rank: 24 if rank == 3 else 16)
+    assert [(f["kind"], f["ranks"]) for f in found] == [("straggler", [3])]
+    assert "batch_samples is 24 there, 16 on the others" in found[0]["evidence"]
+
+
+def test_few_steps(tmp_path):
+    assert [f["kind"] for f in findings(tmp_path / "clean", num_steps=12)] == ["insufficient"]
+    found = findings(tmp_path / "plain", num_steps=12, extra=slow(1, "load", 15_000))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1], "load")]
+
+
+def test_own_work_that_cannot_be_told_from_waiting(tmp_path):
+    found = findings(tmp_path / "clean", mark="sync")
+    assert [(f["kind"], f["phase"]) for f in found] == [("opaque", "bwd")]
+    assert "ready()" in found[0]["advice"]
+    found = findings(tmp_path / "slow", mark="sync", extra=slow(1, "load", 8000))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1], "load"), ("opaque", [0, 1, 2, 3], "bwd")]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("phase", ["load", "fwd", "opt"])
+@pytest.mark.parametrize("mark", ["titan", "none"])
+def test_traces_without_marks(tmp_path, mark, phase, world):
+    """Where the waiting is comes from the numbers: it is shorter just where the rank's other phases are longer."""
+    found = findings(tmp_path, world=world, mark=mark, extra=slow(1, phase, 8000))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found][0] == ("straggler", [1], phase)
+
+
+@pytest.mark.parametrize("mark", ["titan", "none"])
+def test_a_slow_backward_without_marks_is_opaque(tmp_path, mark):
+    assert [f["kind"] for f in findings(tmp_path, mark=mark, extra=slow(1, "bwd", 8000))] == ["opaque"]
+
+
+def test_clocks_of_hosts(tmp_path):
+    """The same boot_id is exact; else the ends of meetings tell."""
+    hosts = ["node-a", "node-a", "node-b", "node-c"]
+    simulate(tmp_path, hosts=hosts, boot_ids={0: "x", 1: "x", 2: "x", 3: "y"}, shifts={2: 1_700_000, 3: -2_500_000},
+             extra=slow(3, "load", 8000))
+    aligned = trace_tools.summarize(trace_tools.Run([str(tmp_path)]).read())
+    clocks = {c["host"]: c for c in aligned["clocks"]}
+    assert clocks["node-a"]["offset_us"] == 0
+    assert clocks["node-b"]["offset_us"] == 1_700_000 and clocks["node-b"]["residual_us"] == 0
+    assert clocks["node-c"]["offset_us"] == pytest.approx(-2_500_000, abs=100)
+    assert aligned["findings"][0]["ranks"] == [3]
+
+
+def test_text_says_the_verdict_first(tmp_path, capsys):
+    simulate(tmp_path, extra=slow(1, "load", 8000))
+    assert trace_tools.main(["summarize", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.index("verdict: straggler, rank 1 on node-a, load, steps 4 to 100") < text.index("\nranks")
+    assert "fixing it saves" in text
