@@ -62,6 +62,7 @@ class Limit(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+# Types with a limit. They are what --help and messages show, and what load_recipe checks.
 Count = Annotated[int, Limit(">= 1", lambda n: n >= 1)]
 Whole = Annotated[int, Limit(">= 0", lambda n: n >= 0)]
 Positive = Annotated[float, Limit("> 0", lambda x: 0 < x < math.inf)]
@@ -165,6 +166,8 @@ class Written(str):
         return self
 
 
+# What scalars without quotes are where no type decides. YAML 1.1 makes 8 of 010, 750 of 12:30, dates, bools of
+# off and on, and text of 1e-4 and None; here the first are text, 1e-4 is a float and None is none.
 NULLS = ("null", "Null", "NULL", "None", "~")
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INT = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)|0x[0-9a-fA-F]+|0o[0-7]+")
@@ -263,6 +266,7 @@ def from_node(node, file: Path | None, key: str):
             lines = f"lines {first.line} and {name.line}"
             raise mistake(join(key, name), f"written twice in {file or 'the command line'}: {lines}")
         own[name] = from_node(value_node, file, join(key, name))
+    # The merge key: what a mapping says itself goes first, then the earlier of several.
     inherited = own.pop("<<", {})
     for mapping in inherited if isinstance(inherited, list) else [inherited]:
         if not isinstance(mapping, dict):
@@ -303,6 +307,7 @@ def merge(low, high, key: str = ""):
         return low  # a section in which every line is commented out
     if not isinstance(low, dict) or not isinstance(high, dict):
         return high
+    # The keywords of one class are not those of another.
     kinds = ("target", "type") if key.startswith("hooks.") else ("target",)
     before, after = ([item.get(kind) for kind in kinds] for item in (low, high))
     if before != after and any(before) and any(after):
@@ -374,6 +379,7 @@ def put(node, path: list[str], value, key: str, above: str = ""):
     node = {} if resolve(node) is None else node
     if not isinstance(node, dict):
         raise mistake(key, f"{above} is a value, not a section", got=node)
+    # A target that is given alone changes the target alone.
     if not rest and name not in ("target", "type"):
         return merge(node, {name: value}, above)
     return {**node, name: put(node.get(name), rest, value, key, join(above, name))}
@@ -404,7 +410,7 @@ def fit(value, kind):
     elif kind is bool:
         if isinstance(found, bool) or str(found).lower() in SWITCHES:
             return SWITCHES[str(found).lower()]
-    elif kind is int:
+    elif kind is int:  # which 3.0 is as well, and True is not
         if type(found) in (int, float) and found == found // 1:
             return int(found)
     elif kind is float:
@@ -632,6 +638,7 @@ def locate(target: str, key: str = "target"):
     module, *names = [file, *name.split(".")] if colon else target.split(".")
     try:
         found = import_file(Path(file)) if colon else importlib.import_module(module)
+        # Attributes as far as they go, submodules where a package has not imported them.
         for name in names:
             owner = getattr(found, "__name__", "")
             if not hasattr(found, name) and hasattr(found, "__path__") and find_spec(f"{owner}.{name}"):
@@ -659,6 +666,7 @@ def import_file(path: Path):
     spec = find_spec(path.stem) if path.stem.isidentifier() else None
     if spec and spec.origin and os.path.exists(spec.origin) and path.samefile(spec.origin):
         return importlib.import_module(path.stem)
+    # Another module has the name: the file gets one that no other file has.
     name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name not in sys.modules:
         spec = spec_from_file_location(name, path)
@@ -685,6 +693,7 @@ def check_call(key: str, function, keywords: dict, extra: tuple = ()) -> dict:
     known = {item.name: item for item in given if item.name not in extra
              and item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}
     kinds = {name: annotation(item, function) for name, item in known.items()}
+    # bind says whether something is wrong; below, what.
     try:
         signature.bind(**dict.fromkeys(extra), **keywords)
     except TypeError as error:
@@ -737,7 +746,7 @@ def check_hook(name: str, settings) -> dict:
         raise mistake(key, "not a legal value", settings, "{setting: value, ...}, or null to drop the hook")
     if "target" in settings and "type" in settings:
         raise mistake(key, "has a type and a target", settings, "one of them")
-    import hooks  # and torch with it
+    import hooks  # here, since it brings torch with it: the checks before do without
 
     if "target" in settings:
         checked = check_component(key, settings)
