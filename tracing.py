@@ -58,6 +58,7 @@ before init) and at a crash in C. What this file does not do: read traces (trace
 
 import atexit
 import datetime
+import errno
 import faulthandler
 import functools
 import inspect
@@ -325,61 +326,54 @@ class _Tracer:
         self.threads, self.main_ident = threading.local(), threading.main_thread().ident
         self.last_us, self.tagged, self.exit_code, self.ended = self.now_us(), False, None, False
         self.warned: set = set()
+        self.complaints: list = []            # errors to warn of once the lock is free, since a logging handler may trace
         self.watch = _Watch(self)
 
     def now_us(self) -> int:
         return (monotonic_ns() + self.offset_ns) // 1000
 
-    def write(self, line: bytes, span: Optional["_Span"] = None, begins: bool = False) -> None:
-        """Give a record to the operating system: when this has returned, no SIGKILL can take it back.
+    def write(self, line: bytes) -> None:
+        """Give a record to the operating system: when this has returned, no SIGKILL can take it back."""
+        try:
+            with self.lock:   # the fast path; spans have a copy of it, since a call takes a tenth of their time
+                written = _os_write(self.fd, line) if self.room > 0 else 0
+                self.room -= written
+                if written != len(line):
+                    self.put_rest(line, written)
+        except OSError as error:   # outside of the lock: a logging handler may take long, or log a span itself
+            self.lose(line, error)
 
-        span: what begins or ends with it. What is open is kept under the same lock, so that a new file can repeat it.
-        """
-        error = None
+    def lose(self, line: bytes, error: OSError) -> None:
         with self.lock:
-            try:
-                if self.room > 0:
-                    self._put(line)
-                else:
-                    self._put_after_trouble(line)
-            except OSError as failure:
-                error, self.room = failure, -1
-                self.lost += line.count(b"\n")
-                self.lost_ever += line.count(b"\n")
-            if span is not None:
-                if begins:
-                    self.open_spans[span] = None
-                else:
-                    self.open_spans.pop(span, None)
-        if error is not None:   # outside of the lock: a logging handler may take long, or log a span itself
-            self.failed(error)
+            self.room = -1
+            self.lost += line.count(b"\n")
+            self.lost_ever += line.count(b"\n")
+        self.failed(error)
 
-    def _put(self, line: bytes) -> None:
-        written = _os_write(self.fd, line)
-        self.room -= written
-        if written != len(line):
-            try:
-                while written < len(line):
-                    written += _os_write(self.fd, line[written:])
-            finally:
-                self.torn = line[written - 1:written] != b"\n"
-
-    def _put_after_trouble(self, line: bytes) -> None:
-        # No file yet, a full one, or a failure to make up for: a torn line is ended, and what was lost is counted.
+    def put_rest(self, line: bytes, written: int) -> None:
+        """Write what the fast path has not: the rest after a short write, or everything when it could not even try."""
         if self.closed:
             return
-        if self.fd < 0:
-            if time.monotonic() < self.retry_s:
-                raise self.open_error
-            self.open()
-        elif os.fstat(self.fd).st_size >= self.limit:
-            self._rotate()
-        if self.lost:
-            line = line[:-2] + b',"lost":%d}\n' % self.lost
-            self._forget_definitions()   # some of them may be among the lost
-        self._put(b"\n" + line if self.torn else line)
-        self.lost, self.torn, self.room = 0, False, self.limit - os.fstat(self.fd).st_size
-        self.watch.start()
+        trouble = not written
+        if trouble:   # no file yet, a full one, or a failure to make up for: end the torn line, count what was lost
+            if self.fd < 0:
+                self.open()
+            elif os.fstat(self.fd).st_size >= self.limit:
+                self._rotate()
+            if self.lost:
+                line = line[:-2] + b',"lost":%d}\n' % self.lost
+                self._forget_definitions()   # some of them may be among the lost
+            if self.torn:
+                line = b"\n" + line
+        try:
+            while written < len(line):
+                written += _os_write(self.fd, line[written:]) or _no_progress()
+        finally:
+            if written:
+                self.torn = line[written - 1:written] != b"\n"
+        if trouble:
+            self.lost, self.room = 0, self.limit - os.fstat(self.fd).st_size
+            self.watch.start()
 
     def failed(self, error: BaseException) -> None:
         """Warn once of each kind of failure; training goes on."""
@@ -390,9 +384,15 @@ class _Tracer:
                          "resumes by itself.", self.who["rank"], type(error).__name__, error,
                          self.path or self.settings["output_dir"])
 
+    def complain(self) -> None:
+        while self.complaints:
+            self.failed(self.complaints.pop())
+
     # -- which file
 
     def open(self) -> None:
+        if time.monotonic() < self.retry_s:
+            raise self.open_error
         try:
             self._adopt(*self._new_file(self._new_path()))
         except OSError as error:
@@ -414,7 +414,7 @@ class _Tracer:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         try:
             while text:
-                text = text[_os_write(fd, text):]
+                text = text[_os_write(fd, text) or _no_progress():]
         except BaseException:
             os.close(fd)
             os.unlink(path)
@@ -452,7 +452,7 @@ class _Tracer:
             self._go_on_in(self.path[:-len(".jsonl")] + ".next", self.path)
         except OSError as error:   # go on in the old file, and try again later
             self.limit = os.fstat(self.fd).st_size + int(self.settings["max_file_size_mb"] * 1e5)
-            self.failed(error)
+            self.complaints.append(error)
 
     def look_for_rank(self) -> None:
         """A rank that becomes known late (torch.distributed, without a launcher's variables) gets a file of its own."""
@@ -553,6 +553,10 @@ class _Tracer:
         if not self.ended and self.fd >= 0:
             self.ended = True
             self.instant("process_end", {"how": how, **details})
+
+
+def _no_progress() -> int:
+    raise OSError(errno.EIO, "write(2) wrote nothing")
 
 
 def _worker_label(is_child: bool) -> Any:
@@ -664,7 +668,14 @@ def _enter(span: _Span) -> _Span:
         span.line = line = f'{{"ph":"B","ts":{now_us},{info.text}{rest}{more}}}\n'.encode()
         if frame.f_lasti != info.lasti or frame.f_code is not info.code:
             line = tracer.definition(info, frame, span.function) + line
-        tracer.write(line, span, True)
+        with tracer.lock:
+            written = _os_write(tracer.fd, line) if tracer.room > 0 else 0
+            tracer.room -= written
+            if written != len(line):
+                tracer.put_rest(line, written)
+            tracer.open_spans[span] = None
+    except OSError as error:
+        tracer.lose(line, error)
     except Exception as error:
         tracer.failed(error)
     return span
@@ -686,7 +697,15 @@ def _exit(span: _Span, kind: Any = None, error: Any = None, trace: Any = None) -
         if dur > info.longest_us:
             info.longest_us = dur
         more = _end_texts(span, kind, error) if tracer.tagged or kind is not None else ""
-        tracer.write(f'{{"ph":"E","ts":{now_us},{info.text}{span.rest},"dur":{dur}{more}}}\n'.encode(), span)
+        line = f'{{"ph":"E","ts":{now_us},{info.text}{span.rest},"dur":{dur}{more}}}\n'.encode()
+        with tracer.lock:
+            tracer.open_spans.pop(span, None)
+            written = _os_write(tracer.fd, line) if tracer.room > 0 else 0
+            tracer.room -= written
+            if written != len(line):
+                tracer.put_rest(line, written)
+    except OSError as failure:
+        tracer.lose(line, failure)
     except Exception as failure:
         tracer.failed(failure)
 
@@ -822,7 +841,7 @@ class _Watch:
                 self.thread = threading.Thread(target=self._run, name="tracing-heartbeat", daemon=True)
                 self.thread.start()
         except Exception as error:
-            self.tracer.failed(error)
+            self.tracer.complaints.append(error)
 
     def stop(self) -> None:
         """End the thread and give faulthandler back as it was, as far as it is still ours."""
@@ -909,6 +928,7 @@ class _Watch:
             # A thread that wakes far too late was frozen with its process (SIGSTOP, GIL): that says nothing about the rest.
             frozen, last_s = now_s - last_s > 3 * self.tick_s + 1.0, now_s
             try:
+                self.tracer.complain()
                 idle_s = (self.tracer.now_us() - self.tracer.last_us) / 1e6
                 self.tracer.check_file()
                 self.tracer.look_for_rank()
@@ -1216,6 +1236,7 @@ def close_structured_logger(how: str = "ok", **details: Any) -> None:
         _switch(False)
         _tracer = None
         tracer.watch.stop()
+        tracer.complain()
         with tracer.lock:
             tracer.closed, tracer.room = True, -1
             if tracer.fd >= 0:
