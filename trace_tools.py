@@ -1700,11 +1700,11 @@ class Judge:
         """The 32 ranks that are compared phase by phase: those next to one."""
         return sorted((p.rank for p in self.mains), key=lambda r: abs(r - near))[:33]
 
-    def excess(self, kind: str, steps: Sequence[int], rank: int) -> List[Tuple[float, str]]:
-        """[(median microseconds that a rank is above the others, phase)] over meetings in these steps, most first."""
+    def excess(self, kind: str, steps: Sequence[int], rank: int, usual: Optional[Sequence[int]]) -> List[Tuple[float, str]]:
+        """[(median microseconds that a rank is above the usual ones, phase)] over meetings in these steps, most first."""
         chosen = some(steps)
         excess: Dict[str, List[float]] = {}
-        for owns in self.look_at(kind, chosen, self.some_ranks(rank)):
+        for owns in self.look_at(kind, chosen, self.some_ranks(rank) if usual is None else [rank, *usual]):
             rest = [own for r, own in owns.items() if r != rank] or [{}]
             for phase in set().union(*owns.values()) if rank in owns else ():
                 usual = median_low([own.get(phase, 0.0) for own in rest])
@@ -1753,13 +1753,14 @@ def has_stages(mains: Sequence[Process], tracks: Sequence[Meetings]) -> bool:
 class Late:
     """One rank that is late at one kind of meeting: by how much at each, and where in its work."""
 
-    def __init__(self, judge: Judge, track: Meetings, rank: int, cuts: Sequence[float], z: float = 0.0):
+    def __init__(self, judge: Judge, track: Meetings, rank: int, cuts: Sequence[float], z: float = 0.0,
+                 usual: Optional[Sequence[int]] = None):
         self.track, self.rank, self.z = track, rank, z
         self.cuts = array("f", cuts)  # microseconds to take away at each meeting, to be without it
         at = [i for i, us in enumerate(cuts) if us]
         self.steps = [track.steps[i] for i in at]
         self.late_us = median_low([cuts[i] for i in at])
-        self.excess = judge.excess(track.kind, self.steps, rank)
+        self.excess = judge.excess(track.kind, self.steps, rank, usual)
         self.phase = judge.name_of(self.excess[0][1]) if self.excess else track.kind
 
 
@@ -1796,7 +1797,12 @@ def always_late(judge: Judge) -> List[Late]:
         ranks, columns = sorted(track.work), track.columns()
         if len(ranks) < 2 or len(track.steps) < FEW_MEETINGS:
             continue
-        late = lateness_of_most(columns, floor_us) or lateness(columns)
+        fast = few_fast(columns, floor_us)
+        if fast:
+            ref = array("f", map(median_low, zip(*[columns[i] for i in fast])))
+            late = [array("f", map(sub, column, ref)) for column in columns]
+        else:
+            late = lateness(columns)
         shares = losses(columns)[1]
         for rank, column, share in zip(ranks, late, shares):
             if judge.is_pipeline:
@@ -1808,23 +1814,19 @@ def always_late(judge: Judge) -> List[Late]:
             tested = is_persistent(column[first:last], floor_us, judge.step_us, is_part) if last > first else None
             if tested and tested[0] * (last - first) >= COST_RATIO * judge.total_us:
                 cuts = [tested[0] if first <= i < last else 0.0 for i in range(len(column))]
-                found.append(Late(judge, track, rank, cuts, tested[1]))
+                found.append(Late(judge, track, rank, cuts, tested[1], [ranks[i] for i in fast] or None))
     return found
 
 
-def lateness_of_most(columns: Sequence[Sequence[float]], floor_us: float) -> Optional[List[array]]:
-    """Lateness against the few fast ranks, when most ranks are slow: two groups, far apart, each of a kind."""
+def few_fast(columns: Sequence[Sequence[float]], floor_us: float) -> List[int]:
+    """The few fast columns when most ranks are slow: two groups, far apart, each of a kind. Else none."""
     usual = sorted((median_low(column), i) for i, column in enumerate(columns))
     gaps = [(b[0] - a[0], i + 1) for i, (a, b) in enumerate(zip(usual, usual[1:]))]
     gap, num_fast = max(gaps)
     if num_fast > (len(columns) - 1) // 2 or gap < max(4 * floor_us, 0.1 * usual[0][0]):
-        return None
+        return []
     spread = max(usual[num_fast - 1][0] - usual[0][0], usual[-1][0] - usual[num_fast][0])
-    if spread > gap / 3:
-        return None
-    fast = [columns[i] for _, i in usual[:num_fast]]
-    ref = array("f", map(median_low, zip(*fast)))
-    return [array("f", map(sub, column, ref)) for column in columns]
+    return [i for _, i in usual[:num_fast]] if spread <= gap / 3 else []
 
 
 def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[Late]]]:
@@ -1849,7 +1851,8 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
             cost = sum(loss[i] for i in own)
             spikes = [i for i in own if column[i] > max(SPIKE_STEPS * judge.step_us, SPIKE_US)]
             period = period_of([track.steps[i] for i in own])
-            if (len(own) >= 3 and cost >= COST_RATIO * judge.total_us and cost >= (0.2 if period else 0.5) * everything
+            ratio = COST_RATIO if period else 2 * COST_RATIO  # noise has no period
+            if (len(own) >= 3 and cost >= ratio * judge.total_us and cost >= (0.2 if period else 0.6) * everything
                     and max(column[i] for i in own) < 0.5 * cost):
                 cuts = dict((i, column[i]) for i in own)
                 found.append(("burst", Late(judge, track, rank, [cuts.get(i, 0.0) for i in range(len(loss))])))
@@ -1985,9 +1988,12 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
     for track in judge.tracks:
         chosen = some(track.steps)
         for owns in judge.look_at(track.kind, chosen, judge.some_ranks(0)):
+            at_once: Counter = Counter()
             for phase in set().union(*owns.values()) if owns else ():
                 values = sorted(own.get(phase, 0.0) for own in owns.values())
-                seen.setdefault(judge.name_of(phase), []).append(values[len(values) // 4])  # on all ranks, but for a few
+                at_once[judge.name_of(phase)] += values[len(values) // 4]  # on all ranks, but for a few
+            for phase, us in at_once.items():
+                seen.setdefault(phase, []).append(us)
         part = len(track.steps) / num_steps
         for phase, values in list(seen.items()):
             us = median_low(values + [0.0] * (len(chosen) - len(values))) * part
@@ -2157,7 +2163,8 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     every: List[Tuple[str, List[Late]]] = [("slow_host", group) for group in whole_hosts(judge, rest)]
     every += [("straggler", group) for group in grouped(judge, rest)]
     now_and_then = sometimes_late(judge, lates)
-    every += [(kind, [late]) for kind, late in now_and_then]
+    slow = {(late.rank, late.phase) for late in lates}  # which is not equally late each time
+    every += [(kind, [late]) for kind, late in now_and_then if kind != "burst" or (late.rank, late.phase) not in slow]
     for kind, group in every:
         # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
         others = [late for _, other in every if other is not group for late in other]
@@ -2389,12 +2396,10 @@ def desync(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Opti
             1 + max(Counter(step for step, _ in order).most_common(1)[0][1] for _, order in orders.values() if order)):
         return None  # these ranks never came to the same meetings: it is how the loop is made
     # What usually comes after the meeting before: as it was in the steps before this one.
-    usual = Counter()
-    _, reference = orders[min(orders)]
+    base, reference = orders[min(orders)]
     before = rows[differ[0] - 1][min(orders)][1] if differ[0] - 1 in rows else None
-    for (_, a), (_, b) in zip(reference, reference[1:max(differ[0] - orders[min(orders)][0], 1)]):
-        usual[b] += a == before
-    expected = usual.most_common(1)[0][0] if usual else None
+    usual = [b for (_, a), (_, b) in zip(reference, reference[1:max(differ[0] - base, 1)]) if a == before][-3:]
+    expected = max(usual, key=usual.count, default=None)
     odd = [rank for rank, (_, kind) in row.items() if kind != expected]
     if not odd or len(odd) == len(row):
         common = Counter(row.values()).most_common(1)[0]
@@ -2851,6 +2856,8 @@ class TraceWriter:
         self.num_events, self.separator = 0, ""
         self.process: Optional[Process] = None
         self.pid, self.pids, self.num_processes = 0, set(), 0
+        self.rank_pids: Dict[Tuple[Any, Any], int] = {}  # of the main processes: pid and rank, pid in the trace
+        self.span_ns: Tuple[Optional[int], int] = (None, 0)  # from the first slice to the end of the last
 
     def open(self, other_data: Dict[str, Any]) -> None:
         self.out.write('{"displayTimeUnit":"ms","otherData":' + strict_json(other_data) + ',"traceEvents":[\n')
@@ -2869,6 +2876,8 @@ class TraceWriter:
         while self.pid in self.pids:
             self.pid += 10_000_000  # two hosts may have the same pid
         self.pids.add(self.pid)
+        if process.worker is None:
+            self.rank_pids[header.get("pid"), process.rank] = self.pid
         # The viewer sorts processes by their names, as text.
         who = "unknown rank" if process.rank is None else f"rank {process.rank:0{self.rank_digits}d}"
         who += "" if process.worker is None else f" worker {process.worker}"
@@ -2890,6 +2899,8 @@ class TraceWriter:
         self.num_events += 1
 
     def slice(self, track: Track, begin_ns: int, end_ns: int, name: str, args: Dict[str, Any]) -> None:
+        first_ns, last_ns = self.span_ns
+        self.span_ns = begin_ns if first_ns is None else min(first_ns, begin_ns), max(last_ns, end_ns)
         # By hand: json.dumps would round nanoseconds of long runs, and be slow.
         args_text = f',"args":{strict_json(args)}' if args else ""
         self.out.write(f'{self.separator}{{"ph":"X","pid":{self.pid},"tid":{track.tid},"ts":{as_us(begin_ns)},'
@@ -2913,9 +2924,7 @@ class TraceWriter:
         """A track that is free from begin_ns on, for a task or a crossing span: its own last one, else any, else new."""
         free = [t for t in self.pools[pool] if t.holder is None and t.floor_ns <= begin_ns]
         if not free:
-            number = len(self.pools[pool]) + 1
-            name = f"asyncio tasks {number}" if pool == "task" else f"crossing spans {number}"
-            free = [self.track((pool, number), name)]
+            free = [self.track((pool, len(self.pools[pool])), "asyncio tasks" if pool == "task" else "crossing spans")]
             self.pools[pool] += free
         free[0].holder = holder
         return free[0]
@@ -3008,6 +3017,54 @@ class TraceWriter:
             self.step_slice(None, self.ns(process.last_ts))
 
 
+    def profile(self, path: str) -> None:
+        """Add a trace of torch.profiler: its CPU threads to their rank's tracks, its GPUs behind them.
+
+        Raises ValueError, KeyError or OSError for a file that is none.
+        """
+        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
+            profile = json.load(file)
+        told = re.search(r"rank[-_]?(\d+)", os.path.basename(path))
+        rank = (profile.get("distributedInfo") or {}).get("rank", int(told[1]) if told else None)
+        shift_ns = profile.get("baseTimeNanoseconds", 0) - self.origin_us * 1000
+        pids: Dict[Any, int] = {}
+        for event in profile["traceEvents"]:
+            pid, ph = event.get("pid"), event.get("ph")
+            if not isinstance(pid, int) or (ph != "M" and not self.inside(shift_ns + event["ts"] * 1000)):
+                continue  # marks of the profiler's own
+            if pid not in pids:
+                pids[pid] = self.profile_process(pid, rank)
+            if ph == "M" and event["name"] != "thread_name":
+                if event["name"] == "process_labels" and (pid, rank) not in self.rank_pids:
+                    self.pid = pids[pid]
+                    self.meta("process_name", 0, name=f"rank {rank or 0:0{self.rank_digits}d} {event['args']['labels']}")
+                continue
+            event["pid"] = pids[pid]
+            if ph in "stf" and "id" in event:
+                event["id"] = f"{rank}.{event['id']}"  # arrows from launch to kernel, numbered anew on each rank
+            if ph != "M":
+                # Whole nanoseconds as text: a sum of doubles would not keep them.
+                ts = as_us(round(event.pop("ts") * 1000) + shift_ns)
+                self.out.write(f'{self.separator}{{"ts":{ts},{strict_json(event)[1:]}')
+                self.num_events += 1
+            else:
+                event.pop("ts", None)
+                self.write(event)
+
+    def inside(self, ns: float) -> bool:
+        """Whether a moment belongs to the steps that are exported."""
+        return self.steps.everything or (self.span_ns[0] is not None and self.span_ns[0] <= ns <= self.span_ns[1])
+
+    def profile_process(self, pid: int, rank: Optional[int]) -> int:
+        if (pid, rank) in self.rank_pids:
+            return self.rank_pids[pid, rank]
+        new = pid
+        while new in self.pids:
+            new += 10_000_000
+        self.pids.add(new)
+        return new
+
+
 BEGIN, READY, TRACK = "\0begin", "\0ready", "\0track"  # no record of a file has such keys
 
 
@@ -3055,6 +3112,11 @@ def export(run: Run, target: str, min_us: float = 0, profiler_files: Sequence[st
             writer.open({"origin_us": origin_us, "origin": format_time(origin_us), "run": run.run,
                          "attempt": run.attempt, "world_size": run.world_size, "written_by": "rankscope trace_tools"})
             run.read()
+            for path in profiler_files:
+                try:
+                    writer.profile(path)
+                except (ValueError, KeyError, TypeError, OSError, EOFError, zlib.error) as error:
+                    run.unreadable.add(path, 0, f"no torch.profiler trace ({type(error).__name__}: {error})")
             writer.close()
         os.replace(temporary, target)
     finally:
@@ -3126,7 +3188,14 @@ def run_export(arguments: argparse.Namespace) -> None:
     target = arguments.output or os.path.join(run_directory(arguments.paths[0]), "analysis", "structured_trace.json")
     if arguments.gzip and not target.endswith(".gz"):
         target += ".gz"
-    num_events = export(run, target, arguments.min_us)
+    profiles = []
+    if arguments.profiler:
+        folder = os.path.join(run_directory(arguments.paths[0]), "profiler")
+        profiles = sorted(os.path.join(where, name) for where, _, names in os.walk(folder) for name in names
+                          if re.search(r"\.json(\.gz)?$", name))
+        if not profiles:
+            raise Refusal(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
+    num_events = export(run, target, arguments.min_us, profiles)
     size = os.path.getsize(target)
     print(f"{target}: {num_events:,} events, {size / 1e6:,.1f} MB; open it at https://ui.perfetto.dev")
     for note in run.warnings + [f"{u['file']}: {u['lines']} x {u['why']}" for u in run.unreadable.as_list()]:

@@ -25,6 +25,7 @@ import scenarios  # noqa: E402
 import trace_tools  # noqa: E402
 
 STALL_TIMEOUT_S = 10
+GAP = 25  # steps without a fault between two
 
 
 class Job:
@@ -99,14 +100,14 @@ class Job:
 
 def slow_faults(cases):
     """The cases' faults, each moved to steps of its own: [(case, first, last)], and the list of faults for the job."""
-    placed, faults, first = [], [], 11
+    placed, faults, first = [], [], GAP + 1
     for case in cases:
         last = first + scenarios.SEGMENT - 1
         placed.append((case, first, last))
         for fault in case.faults:
             begin, end = fault.get("steps", scenarios.steps())
             faults.append({**fault, "steps": [first + begin, first + end]})
-        first = last + 11  # steps between two faults belong to none
+        first = last + GAP + 1  # steps between two faults belong to none
     return placed, faults, first
 
 
@@ -118,12 +119,18 @@ def run_slow(name, folder):
         if job.wait(600):
             raise RuntimeError(f"job {name} failed: {(job.folder / 'output.txt').read_text()[-3000:]}")
         begins = step_begins(job.run_dir)
-        summaries = [(case, first, job.summary(trace_tools.StepRange(first, last)),
-                      (begins[last] - begins[first + 4]) / (last - first - 4)) for case, first, last in placed]
-    quiet = [step_us for case, _, _, step_us in summaries if case.name.startswith("nothing")]
-    clean_us = sum(quiet) / len(quiet) if quiet else None
-    return [(f"{name}/{case.name}", *judge_slow(case, first, summary, step_us, clean_us))
-            for case, first, summary, step_us in summaries]
+        results = []
+        for case, first, last in placed:
+            summary = job.summary(trace_tools.StepRange(first, last))
+            step_us = mean_step_us(begins, first + 4, last)
+            # Against the steps just before and after, which had no fault: the machine was as busy then.
+            clean_us = (mean_step_us(begins, first - GAP + 3, first) + mean_step_us(begins, last + 3, last + GAP)) / 2
+            results.append((f"{name}/{case.name}", *judge_slow(case, first, summary, step_us, clean_us)))
+    return results
+
+
+def mean_step_us(begins, first, last):
+    return (begins[last] - begins[first]) / (last - first)
 
 
 def step_begins(run_dir):
@@ -154,7 +161,7 @@ def judge_slow(case, first, summary, step_us, clean_us):
               and (f["ranks"], f["phase"]) not in case.also]
     details["others"] = [describe(f) for f in others]
     details["findings"] = summary["findings"]
-    if clean_us and verdict["kind"] == "straggler" and not case.also and case.first is None and case.kind == "straggler":
+    if verdict["kind"] == "straggler" and not case.also and case.first is None and case.kind == "straggler":
         details["saving_ms"] = (verdict["saving_percent"] / 100 * step_us / 1000, (step_us - clean_us) / 1000)
     return problem, details
 
