@@ -166,8 +166,8 @@ class Written(str):
         return self
 
 
-# What scalars without quotes are where no type decides. YAML 1.1 makes 8 of 010, 750 of 12:30, dates, bools of
-# off and on, and text of 1e-4 and None; here the first are text, 1e-4 is a float and None is none.
+# What scalars without quotes are where no type decides: YAML 1.1 makes 8 of 010, 750 of 12:30, bools of
+# off and on, dates, and text of 1e-4 and None; here the first are text, 1e-4 is a float and None is none.
 NULLS = ("null", "Null", "NULL", "None", "~")
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INT = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)|0x[0-9a-fA-F]+|0o[0-7]+")
@@ -1269,24 +1269,26 @@ class MetricLog:
 class MetricWriter(threading.Thread):
     """Writes metrics in a thread of its own, so that a slow disk or server never slows or ends the training.
 
-    open_backend returns the two functions of a backend: write(step, values) and close(failed).
+    backends are (where it writes to, a function that returns write(step, values) and close(failed)). When the first
+    does not start, fails, or has not finished in time, what it has not taken goes to the next.
     """
 
     queue_size = 100_000  # writes; when a backend is that far behind, the rest is dropped, with a warning
-    close_timeout_s = 20.0
+    close_timeout_s = 15.0
+    hung = False  # some writer was left behind in a call that does not return
 
-    def __init__(self, open_backend: Callable, where: str) -> None:
+    def __init__(self, *backends: tuple[str, Callable]) -> None:
         super().__init__(name="metric writer", daemon=True)
-        self.open_backend, self.where = open_backend, where
+        self.backends = list(backends)
         self.queue: queue.Queue = queue.Queue(self.queue_size)
-        self.warned = False
+        self.item: Any = None  # what is being written: (step, values), or at the end whether the run failed
         self.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
         try:
             self.queue.put_nowait((step, values))
         except queue.Full:
-            self._warn("is too slow", "metrics are dropped")
+            self._next_backend("is too slow: metrics are dropped")
 
     def close(self, failed: bool) -> None:
         """Write what is left and close the backend, in bounded time."""
@@ -1294,29 +1296,45 @@ class MetricWriter(threading.Thread):
             self.queue.put(failed, timeout=1)
         self.join(self.close_timeout_s)
         if self.is_alive():
-            self._warn("did not finish in time", "the process ends without it")
+            MetricWriter.hung = True
+            left = [self.item] if isinstance(self.item, tuple) else []
+            while not self.queue.empty():
+                left.append(self.queue.get_nowait())
+            self._next_backend("did not finish in time")
+            fallback = MetricWriter(*self.backends)
+            for item in left if self.backends else ():
+                fallback.queue.put(item)
+            fallback.queue.put(failed)
+            fallback.join(self.close_timeout_s / 3)
 
     def run(self) -> None:
-        try:
-            write, close = self.open_backend()
-        except BaseException as error:  # wandb raises what it likes; none of it may end the training
-            self._warn(f"did not start: {type(error).__name__}: {error}", "no metrics are written")
-            write, close = (lambda step, values: None), (lambda failed: None)
-        while True:
-            item = self.queue.get()
+        while self.backends:
             try:
-                if isinstance(item, bool):
-                    return close(item)
-                write(*item)
-            except BaseException as error:
-                self._warn(f"failed: {type(error).__name__}: {error}", "training goes on")
-                if isinstance(item, bool):
-                    return None
+                write, close = self.backends[0][1]()
+                while not isinstance(self.item, bool):
+                    if self.item is not None:
+                        write(*self.item)
+                    self.item = self.queue.get()
+                return close(self.item)
+            except BaseException as error:  # wandb raises what it likes; none of it may end the training
+                self._next_backend(f"failed ({type(error).__name__}: {error})")
 
-    def _warn(self, what: str, consequence: str) -> None:
-        if not self.warned:
-            self.warned = True
-            logger.warning("%s %s; %s", self.where, what, consequence)
+    def _next_backend(self, what: str) -> None:
+        if self.backends:
+            (where, _), *self.backends = self.backends
+            then = f"what it has not taken goes to {self.backends[0][0]}" if self.backends else "no metrics are written"
+            logger.warning("%s %s; %s. The training goes on", where, what, then)
+
+
+def leave_hung_writer() -> None:
+    """The very end: Python would wait for the threads of a writer that hangs, so the process ends without them."""
+    if MetricWriter.hung:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, SystemExit):
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) else int(error is not None))
 
 
 def open_tensorboard(run_dir: Path, purge_step: int | None) -> tuple[Callable, Callable]:
@@ -1339,7 +1357,7 @@ def open_wandb(recipe: Recipe, run_dir: Path, config: dict, run_id: str) -> tupl
     import wandb
 
     mode = os.environ.get("WANDB_MODE")
-    if mode is None and not wandb.api.api_key:
+    if not mode and not wandb.login(prompt=False):
         mode = "offline"
         logger.warning("W&B has no API key, so this run is recorded offline. Log in with: wandb login. Send it later"
                        " with: wandb sync %s", run_dir / "wandb" / f"offline-run-*-{run_id}")
@@ -2254,12 +2272,15 @@ class Trainer:
         """The one writer of the job, on global rank 0."""
         if self.world.rank != 0:
             return None
+        step = self.state.step
+        purge_step = None if self.attempt == 0 else step and step + 1  # step 0 has what is written before step 1
+        tensorboard = f"TensorBoard in {self.run_dir}", partial(open_tensorboard, self.run_dir, purge_step)
         if not self.recipe.use_wandb:
-            step = self.state.step
-            purge_step = None if self.attempt == 0 else step and step + 1  # step 0 has what is written before step 1
-            return MetricWriter(partial(open_tensorboard, self.run_dir, purge_step), f"TensorBoard in {self.run_dir}")
-        return MetricWriter(partial(open_wandb, self.recipe, self.run_dir, recipe_to_dict(self.recipe), self.start.wandb_id),
-                            f"W&B, whose files are in {self.run_dir / 'wandb'},")
+            return MetricWriter(tensorboard)
+        config = recipe_to_dict(self.recipe)
+        wandb_dir = self.run_dir / "wandb"
+        return MetricWriter((f"W&B (what it has taken is in {wandb_dir}: wandb sync)",
+                             partial(open_wandb, self.recipe, self.run_dir, config, self.start.wandb_id)), tensorboard)
 
     def count_steps(self) -> int | None:
         """Optimizer steps of an epoch, the same on all ranks; None when the data does not say how long it is."""
@@ -2692,4 +2713,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        leave_hung_writer()
