@@ -1356,14 +1356,20 @@ def open_wandb(recipe: Recipe, run_dir: Path, config: dict, run_id: str) -> tupl
     """A W&B run that never prompts: without a key it is offline."""
     import wandb
 
-    mode = os.environ.get("WANDB_MODE")
-    if not mode and not wandb.login(prompt=False):
-        mode = "offline"
-        logger.warning("W&B has no API key, so this run is recorded offline. Log in with: wandb login. Send it later"
-                       " with: wandb sync %s", run_dir / "wandb" / f"offline-run-*-{run_id}")
-    run = wandb.init(project=recipe.wandb_project, group=recipe.group, name=recipe.wandb_name or run_dir.name,
-                     id=run_id, resume="allow", dir=str(run_dir), config=as_plain(config), mode=mode,
-                     settings=wandb.Settings(disable_code=True, disable_git=True, init_timeout=120))
+    settings = wandb.Settings(disable_code=True, disable_git=True, init_timeout=120)
+    start = partial(wandb.init, project=recipe.wandb_project, group=recipe.group, name=recipe.wandb_name or run_dir.name,
+                    id=run_id, resume="allow", dir=str(run_dir), config=as_plain(config), settings=settings)
+    mode, problem = os.environ.get("WANDB_MODE") or None, ""
+    try:
+        if mode is None and not wandb.login(prompt=False):
+            problem = "no API key: run wandb login"
+        run = start(mode="offline" if problem else mode)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        run = start(mode="offline")
+    if problem:
+        logger.warning("W&B is not to be had (%s), so this run is recorded offline. Send it later with: wandb sync %s",
+                       problem, Path(run.dir).parent)
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return (lambda step, values: run.log({**values, "step": step})), (lambda failed: run.finish(int(failed)))
@@ -1514,13 +1520,12 @@ def build_hooks(settings: dict[str, dict], **defaults: Any) -> dict[str, Any]:
     """The recipe's hooks by name; defaults fill constructor arguments that the recipe leaves at None."""
     named = {}
     for name, component in settings.items():
-        target = component.get("target") or getattr(hooks, component.get("type", name))
-        keywords = {key: value for key, value in component.items() if key not in ("type", "target")}
-        parameters = inspect.signature(locate(target) if isinstance(target, str) else target).parameters
-        for key, value in defaults.items():
-            if key in parameters and parameters[key].default is None and keywords.get(key) is None:
-                keywords[key] = value
-        named[name] = (locate(target) if isinstance(target, str) else target)(**keywords)
+        component = {"target": f"hooks.{component['type']}", **component} if "type" in component else component
+        component = {key: value for key, value in component.items() if key != "type"}
+        parameters = inspect.signature(locate(component["target"])).parameters
+        filled = {key: value for key, value in defaults.items() if key in parameters
+                  and parameters[key].default is None and component.get(key) is None}
+        named[name] = build({key: value for key, value in component.items() if key not in filled}, **filled)
     return named
 
 
@@ -1932,10 +1937,12 @@ class Stopper(threading.Thread):
     def on_signal(self, number: signal.Signals) -> None:
         log_trace_instant("signal", {"signal": number.name})
         now = time.monotonic()
+        # Of a second Ctrl-C torchrun makes a SIGTERM. A SIGINT soon after the first may be the same Ctrl-C: the terminal
+        # sends it to all processes of its session, and torchrun sends it on.
+        is_same = number == signal.SIGINT and self.parent is not None and now - self.interrupted_at < 1
+        if self.interrupted_at and number in (signal.SIGINT, signal.SIGTERM) and not is_same:
+            self.end_now("ended at once by a second Ctrl-C", 130)
         if number == signal.SIGINT:
-            # A terminal sends Ctrl-C to torchrun and its processes alike, and torchrun then sends its own.
-            if self.interrupted_at and (self.parent is None or now - self.interrupted_at > 1):
-                self.end_now("ended at once by a second Ctrl-C", 130)
             self.interrupted_at = self.interrupted_at or now
         self.signalled_at = self.signalled_at or now
         self.wish(f"signal {number.name}")
@@ -2679,7 +2686,7 @@ def start_run(recipe: Recipe) -> tuple[World, Start, Stopper]:
     start = Start.from_json(world.share("start", lambda: choose_start(recipe).to_json()))
     run_dir = start.run_dir
     start_logging(world, run_dir)
-    for text in start.warnings if world.rank == 0 else ():
+    for text in [*without_effect(recipe), *start.warnings] if world.rank == 0 else ():
         logger.warning("%s", text)
     stopper = Stopper(recipe, world, run_dir)
     settings = {key: value for key, value in vars(recipe.structured_logging).items()
