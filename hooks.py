@@ -1554,6 +1554,7 @@ class RuntimeProfiler:
             raise ValueError(f"RuntimeProfiler: ranks is {ranks!r}; wanted a list as [0, 3], or all")
         self.start_step, self.warmup, self.active, self.ranks = start_step, warmup, active, ranks
         self.memory, self.with_stack, self.record_shapes = memory, with_stack, record_shapes
+        self.last_step = start_step + active - 1
         self._profile = None
         self._first_active = None  # the first step in the trace, once there is one
         self._is_done = False
@@ -1565,23 +1566,22 @@ class RuntimeProfiler:
             raise ValueError(f"ranks: {beyond} are not in this run of {world_size} ranks")
         self._is_done = self.ranks != "all" and getattr(state, "rank", 0) not in self.ranks
         max_steps = getattr(state, "max_steps", None)
-        if not self._is_done and max_steps is not None and max_steps < self.start_step + self.active - 1:
+        if not self._is_done and max_steps is not None and max_steps < self.last_step:
             logger.warning("RuntimeProfiler: the run has %d steps, the window is steps %d to %d: start_step"
-                           " or active is too large", max_steps, self.start_step,
-                           self.start_step + self.active - 1)
+                           " or active is too large", max_steps, self.start_step, self.last_step)
 
     def before_step(self, state):
         if self._is_done:
             return
-        if self._profile is None and state.step >= self.start_step - self.warmup:
+        if self._profile is None and self.start_step - self.warmup <= state.step <= self.last_step:
             self._start(state)
-        if self._first_active is None and state.step >= self.start_step:
+        if self._profile is not None and self._first_active is None and state.step >= self.start_step:
             self._first_active = state.step
 
     def after_step(self, state):
         if self._profile is None:
             return
-        if self._first_active is not None and state.step >= self._first_active + self.active - 1:
+        if state.step >= self.last_step:
             self._finish(state)
         else:
             self._profile.step()
@@ -1589,9 +1589,9 @@ class RuntimeProfiler:
     def after_train(self, state):
         if self._profile is not None:
             self._finish(state)
-        elif not self._is_done:
+        elif not self._is_done and state.step <= self.last_step:
             logger.warning("RuntimeProfiler: the run ended at step %s, before its window began at step %d:"
-                           " no trace", getattr(state, "step", None), self.start_step - self.warmup)
+                           " no trace", state.step, self.start_step - self.warmup)
 
     def _start(self, state) -> None:
         self._device = torch.device(getattr(state, "device", "cpu"))
@@ -1600,9 +1600,10 @@ class RuntimeProfiler:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             if self.memory:
                 torch.cuda.memory._record_memory_history(max_entries=200_000)
-        # A resumed run that begins inside the window has fewer warm-up steps.
+        # A resumed run that begins inside the window records what is left of it.
         warmup = max(self.start_step - state.step, 0)
-        schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=self.active, repeat=1)
+        active = self.last_step - max(state.step, self.start_step) + 1
+        schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
         self._profile = torch.profiler.profile(
             activities=activities, schedule=schedule, record_shapes=self.record_shapes,
             profile_memory=self.memory, with_stack=self.with_stack)
@@ -1613,8 +1614,7 @@ class RuntimeProfiler:
         profile.stop()
         if self._first_active is None:
             logger.warning("RuntimeProfiler: the run ended at step %s, in the warm-up of its window (steps %d"
-                           " to %d): no trace", state.step, self.start_step,
-                           self.start_step + self.active - 1)
+                           " to %d): no trace", state.step, self.start_step, self.last_step)
             return
         run = re.sub(r"[^\w.-]+", "-", str(getattr(state, "run", None) or "run"))
         folder = Path(getattr(state, "run_dir", None) or ".", "profiler")
