@@ -240,11 +240,11 @@ def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str, unreadable: U
         if not tidy or (held and keys[0] < order_of(held[-1])):
             fresh = [r for r in batch if order_of(r) >= low]
             if len(fresh) < len(batch):
-                unreadable.add(path, line, f"out of order by more than {BLOCK_BYTES >> 10} KB", len(batch) - len(fresh))
-            batch = sorted(held + fresh, key=order_of)
-            batch, repeats = without_repeats(batch)
-            if repeats:
-                unreadable.add(path, line, "written twice", repeats)
+                unreadable.add(path, line, f"out of order by more than {BLOCK_BYTES >> 10} KB",
+                               num_lines(batch) - num_lines(fresh))
+            fresh = sorted(held + fresh, key=order_of)
+            batch = without_repeats(fresh)
+            unreadable.add(path, line, "written twice", num_lines(fresh) - num_lines(batch))
             held, batch = batch[:len(held)], batch[len(held):]
         if held:
             yield held
@@ -272,8 +272,12 @@ def order_of(record: dict) -> float:
     return record["order"] if "order" in record else record["ts"]
 
 
-def without_repeats(records: List[dict]) -> Tuple[List[dict], int]:
-    """Sorted records without those that are there twice, and how many those were."""
+def num_lines(records: Iterable[dict]) -> int:
+    return sum(r["pattern"].records if "pattern" in r else 1 for r in records)
+
+
+def without_repeats(records: List[dict]) -> List[dict]:
+    """Sorted records without those that are there twice."""
     kept: List[dict] = []
     for record in records:
         at = len(kept) - 1
@@ -281,7 +285,7 @@ def without_repeats(records: List[dict]) -> Tuple[List[dict], int]:
             at -= 1
         if at < 0 or order_of(kept[at]) != order_of(record):
             kept.append(record)
-    return kept, len(records) - len(kept)
+    return kept
 
 
 # ---- Following one process -------------------------------------------------------------------------------------------
@@ -588,7 +592,7 @@ class Process:
         return records
 
     def begin_span(self, stream: Stream, r: dict) -> None:
-        name, ts = r["name"], r["ts"]
+        name, ts = checked(r)
         self.since_arrival += 1
         stream.spend(ts)
         if stream is self.main and r.get("step", -1) != self.step:
@@ -608,7 +612,7 @@ class Process:
             self.sink.begin(stream, r)
 
     def end_span(self, stream: Stream, r: dict) -> None:
-        name, ts, stack = r["name"], r["ts"], stream.stack
+        (name, ts), stack = checked(r), stream.stack
         self.since_arrival += 1
         if "lost" in r:
             self.lost += r["lost"]
@@ -722,7 +726,7 @@ class Process:
             self.unreadable.add(self.parts[-1], 0, f"record of an unknown kind ({ph!r})")
 
     def instant(self, stream: Stream, r: dict) -> None:
-        name, ts = r["name"], r["ts"]
+        name, ts = checked(r)
         if "lost" in r:
             self.lost += r["lost"]
         if name == "ready":
@@ -983,6 +987,15 @@ class StackFile:
         noticed_from = last_notice.get("offset", -1) if last_notice.get("file") else -1
         tail = text[paragraphs[0].start():] if noticed_from < 0 else ""
         self.signal_at_death = bool(tail) and not fatal and "Timeout (" not in tail
+
+
+def checked(r: dict) -> Tuple[str, int]:
+    """Name and time of a record whose fields have the types that they must have. Raises ValueError else."""
+    name, ts = r["name"], r["ts"]
+    for field, kind in (("name", str), ("ts", int), ("step", int), ("dur", int), ("tid", (int, str)), ("task", str)):
+        if field in r and not isinstance(r[field], kind):
+            raise ValueError(f"{field}: {r[field]!r:.50}")
+    return name, ts
 
 
 def is_earlier(record: dict, header: dict) -> bool:
@@ -1985,6 +1998,7 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
     seen: Dict[str, List[float]] = {}
     num_steps = len(judge.steps)
     meeting = {track.kind for track in judge.tracks}  # their own work is computing
+    transfers: Dict[str, float] = {}
     for track in judge.tracks:
         chosen = some(track.steps)
         for owns in judge.look_at(track.kind, chosen, judge.some_ranks(0)):
@@ -2002,11 +2016,13 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
             is_meant = phase in meeting or COMPUTE.search(phase) and not BESIDES.search(phase)
             if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
                 found.append(bound_finding(judge, phase, us, track.steps, f"on all ranks {phase} takes {format_us(us)} of a step"))
-        transfer_us = median_low(track.transfer) * part
-        if (track.told or COLLECTIVE.search(str(track.kind))) and judge.is_marked and (
-                transfer_us > max(TRANSFER_RATIO * judge.step_us, BOUND_US)):
-            found.append(bound_finding(judge, track.kind, transfer_us, track.steps,
-                                       f"in {track.kind} even the last rank waits {format_us(transfer_us)} a step: communication"))
+        if judge.is_marked and (track.told or COLLECTIVE.search(track.kind)):
+            transfers[track.kind] = median_low(track.transfer) * part
+    transfer_us = sum(transfers.values())
+    if transfer_us > max(TRANSFER_RATIO * judge.step_us, BOUND_US):
+        kind = max(transfers, key=transfers.__getitem__)
+        found.append(bound_finding(judge, kind, transfer_us, judge.steps, "communication: even the rank that comes last waits "
+                                   f"{format_us(transfer_us)} a step for {', '.join(sorted(transfers))}"))
     return found
 
 

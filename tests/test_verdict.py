@@ -157,6 +157,18 @@ def test_a_slow_backward_without_marks_is_opaque(tmp_path, mark):
     assert [f["kind"] for f in findings(tmp_path, mark=mark, extra=slow(1, "bwd", 8000))] == ["opaque"]
 
 
+@pytest.mark.parametrize("where", ["device", "load"])
+def test_a_device_that_works_behind_the_host(tmp_path, where):
+    """The host's spans are short and its meetings early: the device's own events tell who is late, the host's spans why."""
+    def device(rank, step):
+        own_us = 40_000 + 9000 * (rank == 2)
+        return own_us + random.Random(rank * 1000 + step).randrange(300), 52_000 - own_us
+
+    extra = slow(2, "load", 9000) if where == "load" else None
+    found = findings(tmp_path, phases={"load": 500, "fwd": 300, "bwd": 400, "opt": 100}, noise_us=20, device=device, extra=extra)
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], where)]
+
+
 def test_clocks_of_hosts(tmp_path):
     """The same boot_id is exact; else the ends of meetings tell."""
     hosts = ["node-a", "node-a", "node-b", "node-c"]

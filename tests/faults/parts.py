@@ -126,13 +126,12 @@ class Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """LAYERS layers that sleep; norm: with buffers; mb: so much more to reduce; by_samples: bigger batches take longer."""
+    """LAYERS layers that sleep; norm: with buffers; by_samples: bigger batches take longer."""
 
-    def __init__(self, norm=False, mb=0, by_samples=0):
+    def __init__(self, norm=False, by_samples=0):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(LAYERS))
         self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
-        self.ballast = nn.ParameterList(nn.Parameter(torch.zeros(1 << 18)) for _ in range(mb))
         self.by_samples = by_samples
         self.places = {0: "first", LAYERS // 2: "middle", LAYERS - 1: "last"}
 
@@ -143,8 +142,6 @@ class Sleeper(nn.Module):
             if index == LAYERS // 2:
                 happen("forward" if self.training else "evaluate")
         loss = self.norm(x).square().mean()
-        for part in self.ballast:
-            loss = loss + 0 * part.sum()
         if any(fault["what"] == "nan" for fault in faults_at("loss")):
             loss = loss * float("nan")
         return {"loss": loss}
@@ -189,10 +186,11 @@ class Fault:
 class Meeting:
     """A hook with a collective of its own: each rank tells a number to all, in a span in which ranks wait.
 
-    skip: on a rank and from a step on, none; swap: there the two collectives are made in the other order."""
+    skip: at a step of a rank's, none; swap: there in the other order; shape: there another one. slow_ms: of the network.
+    """
 
-    def __init__(self, span=None, skip=None, swap=None, shape=None):
-        self.span, self.skip, self.swap, self.shape = span, skip or {}, swap or {}, shape or {}
+    def __init__(self, span=None, skip=None, swap=None, shape=None, slow_ms=0):
+        self.span, self.skip, self.swap, self.shape, self.slow_ms = span, skip or {}, swap or {}, shape or {}, slow_ms
 
     def after_step(self, state):
         names = ["share_loss", "share_norm"]
@@ -204,6 +202,7 @@ class Meeting:
         for name in names:
             with self.span(name, sync=True):
                 dist.all_reduce(torch.ones(size))
+                time.sleep(self.slow_ms / 1000)
 
 
 if "startup" in {fault["place"] for fault in FAULTS}:

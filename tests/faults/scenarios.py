@@ -85,7 +85,8 @@ SLOW_JOBS = {
         Slow("backward_rank0", "straggler", [sleep("backward_middle", [0])], [0], "backward")]),
     "bigger_batches": (4, ["model.by_samples=4", "train_data.more_on_rank=2", "train_data.more=2"], [
         Slow("bigger_batches_rank2", "straggler", [], [2], "backward")]),
-    "communication": (2, ["model.mb=48"], [Slow("slow_communication", "bound", [], None, "backward")]),
+    "network": (2, ["hooks.Meeting={target: 'parts.py:Meeting', slow_ms: 18}"], [
+        Slow("slow_network", "bound", [], None, "share_loss")]),
     "pauses": (2, ["save_every=30", "eval_every=45", "val_data={target: 'parts.py:make_loader'}"], [
         Slow("checkpoints_and_evaluations", "healthy", []),
         Slow("slow_evaluation_rank1", "healthy", [sleep("evaluate", [1], 400)])]),

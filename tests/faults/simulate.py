@@ -11,10 +11,11 @@ PHASES = {"load": 2000, "fwd": 11_000, "bwd": 17_000, "opt": 1000}  # microsecon
 
 
 def simulate(folder, world=4, num_steps=100, extra=None, phases=None, meet="bwd", mark="ready", noise="white", noise_us=300,
-             transfer_us=2000, hosts=None, seed=0, boot_ids=None, shifts=None, end="ok", sizes=None, scale=None):
+             transfer_us=2000, hosts=None, seed=0, boot_ids=None, shifts=None, end="ok", sizes=None, scale=None, device=None):
     """Write one trace a rank. extra(rank, step, phase): microseconds more. mark: ready, sync (no ready), none, or titan
     (torchtitan's format). noise: white, lognormal, slow (AR 0.97). hosts: one for each rank; shifts: of wall clocks, us.
-    scale(rank): factor of a rank's own work. Returns the folder."""
+    scale(rank): factor of a rank's own work. device(rank, step): own and waiting microseconds that a device's events told.
+    Returns the folder."""
     folder = Path(folder)
     (folder / "structured_logs").mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -59,6 +60,11 @@ def simulate(folder, world=4, num_steps=100, extra=None, phases=None, meet="bwd"
             for rank in range(world):
                 write(rank, "E", phase, step, dur=round(clock[rank]) - round(starts[rank]))
                 clock[rank] += 20
+            if device and phase == meet:
+                for rank in range(world):
+                    own_us, wait_us = device(rank, step)
+                    lines[rank].append({"ph": "C", "ts": round(clock[rank]), "step": step,
+                                        "args": {"device_own_us": own_us, "device_wait_us": wait_us}})
             if sizes and index == 0:
                 for rank in range(world):
                     lines[rank].append({"ph": "C", "ts": round(clock[rank]), "step": step, "args": {"batch_samples": sizes(rank)}})
