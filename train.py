@@ -849,6 +849,7 @@ if __name__ == "__main__":
         local_mistake(mistaken)
 
 import numpy
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -1852,7 +1853,7 @@ class Stopper(threading.Thread):
         super().__init__(name="stopper", daemon=True)
         self.recipe, self.world, self.run_dir = recipe, world, run_dir
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.peers: list[int] = []  # process ids of this torchrun's other ranks
+        self.peers: dict[int, int] = {}  # rank -> process id, of this torchrun's ranks
         self.reason = ""  # why to stop, from whichever rank
         self.failure = ""  # of another rank
         self.signalled_at = self.interrupted_at = self.failed_at = self.closing_at = 0.0  # 0: not
@@ -1905,6 +1906,7 @@ class Stopper(threading.Thread):
         """The main thread has left the loop, by a failure if there is one: the other ranks should know at once."""
         self.closing_at = time.monotonic()
         if failure:
+            self.look_for_peers()
             self.tell("failed", failure)
         elif self.asked is not None:
             self.answer()  # a collective may not outlive its group
@@ -1967,11 +1969,15 @@ class Stopper(threading.Thread):
                     self.reason = self.world.notices.get("stop").decode()
                 if not self.failed_at and self.world.notices.check(["failed"]):
                     self.failed_at, self.failure = time.monotonic(), self.world.notices.get("failed").decode()
-        if self.signalled_at and not self.failed_at and not self.closing_at:
-            gone = [pid for pid in self.peers if not is_alive(pid)]
-            if gone:
+        if self.signalled_at and not self.closing_at:
+            self.look_for_peers()
+
+    def look_for_peers(self) -> None:
+        """A rank that was killed cannot say that it has failed: the others of its torchrun say it."""
+        for rank, pid in self.peers.items():
+            if not self.failed_at and not is_alive(pid):
                 self.failed_at = time.monotonic()
-                self.failure = f"process {gone[0]} on {self.world.host} is gone"
+                self.failure = f"rank {rank} (process {pid} on {self.world.host}) is gone"
                 self.tell("failed", self.failure)
 
     def end_when_due(self, now: float) -> None:
@@ -2025,13 +2031,11 @@ def end_children() -> None:
 
 
 def is_alive(pid: int) -> bool:
+    """Also False for a process that has ended and that torchrun has not looked at yet."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        pass
-    return True
 
 
 # ---- Tracing: what a rank's own work is, and what it waits for ----------------------------------------------------
@@ -2222,7 +2226,8 @@ class Trainer:
             elif error is None:
                 logger.info("done: %d steps, %d epochs", state.step, state.epoch)
             else:
-                log_failure(world, self.run_dir, f"failed: {type(error).__name__}: {error} ({where})", error)
+                first = f", after this: {self.stopper.failure}" if self.stopper.failure else ""
+                log_failure(world, self.run_dir, f"failed: {type(error).__name__}: {error} ({where}{first})", error)
             close_structured_logger("ok" if error is None else "exception")
 
     def build(self) -> None:
@@ -2231,8 +2236,8 @@ class Trainer:
         with log_trace_span("process_group", sync=True):
             join_process_group(world, recipe)
         hosts = world.gather(world.host, "launch_files")
-        self.stopper.peers = [pid for host, parent, pid in world.gather((world.host, os.getppid(), os.getpid()), "peers")
-                              if (host, parent) == (world.host, os.getppid())]
+        places = world.gather((world.host, os.getppid(), os.getpid()), "peers")
+        self.stopper.peers = {rank: place[2] for rank, place in enumerate(places) if place[:2] == places[world.rank][:2]}
         if world.rank == 0:
             write_launch_files(recipe, self.run_dir, self.attempt, hosts)
         seed_everything(recipe.seed)  # the same weights on every rank
