@@ -2679,9 +2679,12 @@ def printable(text: Any, width: int = 0) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> List[str]:
-    """Lines of right-aligned columns, those in `left` left-aligned; without trailing blanks."""
+    """Lines of right-aligned columns, those in `left` left-aligned and cut as far as the table is too wide."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return [TABLE_GAP.join(cell.ljust(w) if i in left else cell.rjust(w)
+    for i in sorted(left, key=lambda i: -widths[i]):
+        too_wide = sum(widths) + len(TABLE_GAP) * (len(widths) - 1) - (WIDTH - 2)
+        widths[i] -= min(max(too_wide, 0), max(widths[i] - 12, 0))
+    return [TABLE_GAP.join(printable(cell, w).ljust(w) if i in left else cell.rjust(w)
                            for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in [head, *rows]]
 
 
@@ -2749,7 +2752,8 @@ def render_head(summary: Dict[str, Any], bold) -> List[str]:
     parts.append(format_us(summary["wall_s"] * 1e6))
     name = f"run {printable(summary['run'])}" if summary["run"] is not None else "run"
     attempt = f", attempt {summary['attempt']}" if summary["attempt"] else ""
-    lines = [bold(f"{name}{attempt}: {summary['state']}"), "  " + ", ".join(p for p in parts if p)]
+    lines = [bold(f"{name}{attempt}: {summary['state']}")]
+    lines += textwrap.wrap(", ".join(p for p in parts if p), WIDTH, initial_indent="  ", subsequent_indent="  ")
     if began is not None:
         lines.append(f"  began {format_time(began)}, last record {format_time(began + summary['wall_s'] * 1e6)}")
     return lines

@@ -34,7 +34,8 @@ class Trace:
         return self.add(ph="E", ts=T0 + at, name=name, **with_step(step), dur=at - self.begins[name].pop(), **more)
 
     def span(self, name, begin, end, step=None, **more):
-        return self.b(name, begin, step, **more).e(name, end, step)
+        where = {key: more[key] for key in ("tid", "task") if key in more}
+        return self.b(name, begin, step, **more).e(name, end, step, **where)
 
     def i(self, name, at, step=None, **more):
         return self.add(ph="i", ts=T0 + at, name=name, **with_step(step), **more)
