@@ -242,13 +242,14 @@ def _never() -> bool:
     return False
 
 
-_is_compiling: Callable[[], bool] = _never   # torch.compiler.is_compiling as soon as somebody has imported torch
+_is_compiling: Callable[[], bool] = _never   # torch.compiler.is_dynamo_compiling once somebody has imported torch
 
 
 def _find_torch() -> None:
     global _is_compiling
     if _is_compiling is _never and "torch" in sys.modules:
-        _is_compiling = getattr(getattr(sys.modules["torch"], "compiler", None), "is_compiling", _never)
+        compiler = getattr(sys.modules["torch"], "compiler", None)
+        _is_compiling = getattr(compiler, "is_dynamo_compiling", None) or getattr(compiler, "is_compiling", _never)
 
 
 _find_torch()
@@ -322,7 +323,7 @@ class _Tracer:
         self.lost, self.lost_ever, self.checked = 0, 0, 0   # records; checked: bytes known to be in a file with a name
         self.retry_s, self.open_error = 0.0, OSError()
         self.names: Dict[str, _Name] = {}
-        self.open_spans: Dict["_Span", None] = {}      # in the order of their begins
+        self.open_spans: Dict["log_trace_span", None] = {}      # in the order of their begins
         self.threads, self.main_ident = threading.local(), threading.main_thread().ident
         self.last_us, self.tagged, self.exit_code, self.ended = self.now_us(), False, None, False
         self.warned: set = set()
@@ -460,7 +461,7 @@ class _Tracer:
             return
         who = _identity(None)
         if who["known"]:
-            self.who = who
+            self.who = {**self.who, **{k: v for k, v in who.items() if k not in ("run", "attempt")}}
             self._move(lambda: self._go_on_in(self._new_path()))
 
     def check_file(self) -> None:
@@ -503,10 +504,13 @@ class _Tracer:
     # -- what goes into a line
 
     def name(self, name: str) -> _Name:
+        """The entry of a name that has none yet."""
         if len(self.names) >= MAX_NAMES:
             self.names.clear()
-        info = self.names[name] = _Name(name)
-        return info
+        name = name if type(name) is str else _text(name)
+        if name not in self.names:
+            self.names[name] = _Name(name)
+        return self.names[name]
 
     def _forget_definitions(self) -> None:
         # Each file defines its own names and threads, since older files go away.
@@ -543,7 +547,7 @@ class _Tracer:
         return text if task is None else f'{text},"task":{_json(task.get_name())}'
 
     def instant(self, name: str, args: Any = None, definition: bytes = b"", where: str = "") -> None:
-        text = (self.names.get(name) or self.name(name)).text
+        text = self.name(name).text
         more = f',"args":{_json(args)}' if args else ""
         step = _step_texts(_step_here.get())[0]
         self.write(definition + f'{{"ph":"i","ts":{self.now_us()},{text}{step}{where}{more}}}\n'.encode())
@@ -573,31 +577,40 @@ def _worker_label(is_child: bool) -> Any:
 
 # ---- 5. Spans, scalars, instants ----
 
-class _Span:
-    """What log_trace_span returns: a context manager and a decorator, re-entrant, and good for any number of threads."""
-    __slots__ = ("name", "sync", "args", "stacklevel", "function",   # what it is
-                 "tracer", "begin_us", "info", "rest", "where", "line", "copies")   # while it is open
+class log_trace_span:
+    """Time a block or, as a decorator, each call of a function; the begin is on disk before the block starts.
 
-    def __init__(self, name: str, sync: bool, args: Optional[Dict[str, Any]], stacklevel: int, function: Any = None):
-        self.name, self.sync, self.args, self.stacklevel, self.function = name, sync, args, stacklevel, function
-        self.tracer = self.copies = None
+    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done. "soft": some wait
+    for one, as in a broadcast, and nobody for all. description and args are written with the begin. stacklevel: one more
+    for each helper of yours in between. One object may be entered again while it is open, by any number of threads.
+    """
+    __slots__ = ("name", "description", "sync", "args", "stacklevel",   # what it is
+                 "tracer", "begin_us", "info", "rest", "where", "line", "copies", "function")   # while it is open
 
-    def __enter__(self) -> "_Span":
+    def __init__(self, name: str, description: Optional[str] = None, sync: Union[bool, str] = False,
+                 args: Optional[Dict[str, Any]] = None, stacklevel: int = 2):
+        self.name, self.description, self.sync, self.args, self.stacklevel = name, description, sync, args, stacklevel
+        self.tracer = None
+
+    def __enter__(self) -> "log_trace_span":
         return self
 
-    __exit__ = "".format   # while off: takes anything, costs nothing, says nothing. _switch exchanges the two methods.
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        pass   # while off; _switch puts _enter and _exit in the place of these two
 
     def ready(self) -> None:
         """Say that this rank's own work in the span is done and that the rest is waiting for others. Any thread may."""
-        span = self.copies[-1] if self.copies else self
-        tracer = span.tracer
+        tracer = self.tracer
         if tracer is not None and tracer is _tracer:
+            span = self.copies[-1] if self.copies else self
             tracer.last_us = now_us = tracer.now_us()
             tracer.write(f'{{"ph":"i","ts":{now_us},"name":"ready"{span.rest},"args":{{"span":{span.info.text[7:]}}}}}\n'
                          .encode())
 
-    def _copy(self, function: Any = None) -> "_Span":
-        return _Span(self.name, self.sync, self.args, self.stacklevel + 1, function)
+    def _copy(self, function: Any = None) -> "log_trace_span":
+        copy = log_trace_span(self.name, self.description, self.sync, self.args, self.stacklevel + 1)
+        copy.function = function
+        return copy
 
     def __call__(self, function: Callable) -> Callable:
         """Decorate a function, coroutine, generator or async generator: one span for each call, until it has ended."""
@@ -633,12 +646,14 @@ class _Span:
         else:
             @functools.wraps(function)
             def wrapper(*args, **kwargs):
-                with (self if _tracer is None else self._copy(function)):
+                if _tracer is None or _is_compiling():
+                    return function(*args, **kwargs)
+                with self._copy(function):
                     return function(*args, **kwargs)
         return wrapper
 
 
-def _enter(span: _Span) -> _Span:
+def _enter(span: log_trace_span) -> log_trace_span:
     tracer = _tracer
     if tracer is None or _is_compiling():
         return span
@@ -649,7 +664,7 @@ def _enter(span: _Span) -> _Span:
     try:
         try:
             info = tracer.names[span.name]
-        except KeyError:
+        except (KeyError, TypeError):
             info = tracer.name(span.name)
         try:
             frame = _getframe(span.stacklevel - 1)
@@ -658,16 +673,16 @@ def _enter(span: _Span) -> _Span:
         here = _step_here.get()
         step, more = here.texts if here is _step_everywhere else _step_texts(here)
         if span.sync:
-            more += ',"sync":true'
-        if span.args:
-            more += f',"args":{_json(span.args)}'
+            more += ',"sync":"soft"' if span.sync == "soft" else ',"sync":true'
+        if span.args is not None or span.description is not None:
+            more += _begin_args(span)
         span.where = where = "" if get_ident() == tracer.main_ident and _get_running_loop() is None else tracer.where()
-        span.tracer, span.info = tracer, info
+        span.tracer, span.info, span.copies = tracer, info, None
         span.rest = rest = step + where
         span.begin_us = tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
         span.line = line = f'{{"ph":"B","ts":{now_us},{info.text}{rest}{more}}}\n'.encode()
         if frame.f_lasti != info.lasti or frame.f_code is not info.code:
-            line = tracer.definition(info, frame, span.function) + line
+            line = tracer.definition(info, frame, getattr(span, "function", None)) + line
         with tracer.lock:
             written = _os_write(tracer.fd, line) if tracer.room > 0 else 0
             tracer.room -= written
@@ -681,7 +696,7 @@ def _enter(span: _Span) -> _Span:
     return span
 
 
-def _exit(span: _Span, kind: Any = None, error: Any = None, trace: Any = None) -> None:
+def _exit(span: log_trace_span, kind: Any = None, error: Any = None, trace: Any = None) -> None:
     tracer = span.tracer
     if tracer is None:
         return
@@ -710,7 +725,7 @@ def _exit(span: _Span, kind: Any = None, error: Any = None, trace: Any = None) -
         tracer.failed(failure)
 
 
-def _exit_copy(span: _Span, kind: Any, error: Any) -> bool:
+def _exit_copy(span: log_trace_span, kind: Any, error: Any) -> bool:
     # The last begin of this very thread and task ends: that of a copy, or, which False says, that of the object itself.
     where = span.tracer.where()
     for i in range(len(span.copies) - 1, -1, -1):
@@ -720,7 +735,14 @@ def _exit_copy(span: _Span, kind: Any, error: Any) -> bool:
     return False
 
 
-def _end_texts(span: _Span, kind: Any, error: Any) -> str:
+def _begin_args(span: log_trace_span) -> str:
+    args = {} if span.description is None else {"description": span.description}
+    if span.args is not None:
+        args.update(span.args if isinstance(span.args, dict) else {"args": span.args})
+    return f',"args":{_json(args)}'
+
+
+def _end_texts(span: log_trace_span, kind: Any, error: Any) -> str:
     step, more = _step_texts(_step_here.get())
     if not span.rest.startswith(step):
         more = ""   # another step's tags
@@ -730,37 +752,19 @@ def _end_texts(span: _Span, kind: Any, error: Any) -> str:
 
 
 def _switch(on: bool) -> None:
-    # The methods themselves are exchanged, and the exit for one of C's: a span that is off costs as little as can be.
-    _Span.__enter__, _Span.__exit__ = (_enter, _exit) if on else _OFF
+    # The methods themselves are exchanged, so that a span that is off does not even ask whether it is.
+    log_trace_span.__enter__, log_trace_span.__exit__ = (_enter, _exit) if on else _OFF
 
 
-_OFF = (_Span.__enter__, _Span.__exit__)
-_spans_off: Dict[str, _Span] = {}   # while off, one span a name will do
+_OFF = (log_trace_span.__enter__, log_trace_span.__exit__)
 
 
-def log_trace_span(name: str, description: Optional[str] = None, sync: bool = False,
-                   args: Optional[Dict[str, Any]] = None, stacklevel: int = 2) -> _Span:
-    """Time a block or, as a decorator, each call of a function; the begin is on disk before the block starts.
+def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, stacklevel: int = 2) -> None:
+    """Write numbers of the current step, or of an earlier one that they belong to, in one record.
 
-    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done.
-    description and args are written with the begin. stacklevel: one more for each helper of yours in between.
+    NumPy's and torch's scalars will do (a device tensor waits for its device); what is no number is skipped with one
+    warning.
     """
-    plain = args is None and description is None
-    if plain and _tracer is None and not sync and stacklevel == 2:
-        try:
-            return _spans_off[name]
-        except (KeyError, TypeError):
-            name = _text(name)
-            if len(_spans_off) < MAX_NAMES:
-                return _spans_off.setdefault(name, _Span(name, False, None, 2))
-    if not plain:
-        args = {"description": description, **(args or {})} if description is not None else args
-    return _Span(name if type(name) is str else _text(name), sync, args, stacklevel)
-
-
-def log_trace_scalar(scalars: Dict[str, float], *, stacklevel: int = 2) -> None:
-    """Write numbers of the current step in one record. NumPy's and torch's scalars will do (a device tensor waits for its
-    device); what is no number is skipped with one warning."""
     tracer = _tracer
     if tracer is None or _is_compiling():
         return
@@ -778,15 +782,17 @@ def log_trace_scalar(scalars: Dict[str, float], *, stacklevel: int = 2) -> None:
                     continue
             texts.append(f"{info.text[7:]}:{value}")
         where = "" if get_ident() == tracer.main_ident and _get_running_loop() is None else tracer.where()
-        step = _step_texts(_step_here.get())[0]
+        step_text = _step_texts(_step_here.get())[0] if step is None else f',"step":{_json(step)}'
         tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
-        tracer.write(definitions + f'{{"ph":"C","ts":{now_us}{step}{where},"args":{{{",".join(texts)}}}}}\n'.encode())
+        tracer.write(definitions + f'{{"ph":"C","ts":{now_us}{step_text}{where},"args":{{{",".join(texts)}}}}}\n'.encode())
     except Exception as error:
         tracer.failed(error)
 
 
 def _number_text(value: Any) -> Optional[str]:
-    plain = None if isinstance(value, (str, bytes, bool)) else _plain(value, 2, [2])
+    if isinstance(value, (str, bytes, bool)):
+        return None
+    plain = _plain(value, 2, [2])
     is_number = type(plain) in (int, float) or isinstance(value, int) or plain in _NOT_FINITE.values()
     return json.dumps(plain) if is_number else None
 
@@ -798,7 +804,7 @@ def log_trace_instant(name: str, args: Optional[Dict[str, Any]] = None, *, stack
         return
     try:
         name = _text(name)
-        definition = tracer.definition(tracer.names.get(name) or tracer.name(name), _caller(stacklevel))
+        definition = tracer.definition(tracer.name(name), _caller(stacklevel))
         tracer.last_us = tracer.now_us()
         tracer.instant(name, args, definition, tracer.where())
     except Exception as error:
@@ -1213,6 +1219,8 @@ def _check(settings: Dict[str, Any]) -> None:
         value = settings[key]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < 1e9:
             raise ValueError(f"init_structured_logger: {key}={value!r}, want a number from {least}")
+    if not isinstance(settings["backup_count"], int):
+        raise ValueError(f"init_structured_logger: backup_count={settings['backup_count']!r}, want a whole number")
     if not settings["source"] or any(c in settings["source"] for c in "/\\\0"):
         raise ValueError(f"init_structured_logger: source={settings['source']!r}, want a word that can be in a file name")
     if settings["rank"] is not None and (not isinstance(settings["rank"], int) or settings["rank"] < 0):
