@@ -2016,7 +2016,7 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
             is_meant = phase in meeting or COMPUTE.search(phase) and not BESIDES.search(phase)
             if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
                 found.append(bound_finding(judge, phase, us, track.steps, f"on all ranks {phase} takes {format_us(us)} of a step"))
-        if judge.is_marked and (track.told or COLLECTIVE.search(track.kind)):
+        if not hides_work(judge, track):
             transfers[track.kind] = median_low(track.transfer) * part
     transfer_us = sum(transfers.values())
     if transfer_us > max(TRANSFER_RATIO * judge.step_us, BOUND_US):
@@ -2036,21 +2036,31 @@ def bound_finding(judge: Judge, phase: str, us: float, steps: Sequence[int], wha
                    [f"{what}, {100 * us / judge.step_us:.0f} % of {format_us(judge.step_us)}"], advice)
 
 
+def hides_work(judge: Judge, track: Meetings) -> bool:
+    """Whether the spans of these meetings hold own work that they do not tell: computing, by their marks or their name."""
+    marked = any(p.opaque.get(track.kind) for p in judge.mains)
+    return not track.told and (marked or not judge.is_marked or bool(
+        COMPUTE.search(track.kind) and not COLLECTIVE.search(track.kind)))
+
+
 def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
     """`opaque`: much of the steps is inside of spans that do not tell own work from waiting."""
-    for track in judge.tracks:
-        hidden = [str(p.opaque.get(track.kind)) for p in judge.mains if p.opaque.get(track.kind)]
-        dwell_us = median_low(track.transfer) * len(track.steps) / max(len(judge.steps), 1)
-        blind = not track.told and (hidden or not judge.is_marked or not COLLECTIVE.search(str(track.kind)))
-        if blind and len(judge.mains) > 1 and dwell_us > max(OPAQUE_RATIO * judge.step_us, BOUND_US) and track.kind:
-            what = f"{track.kind} takes {format_us(dwell_us)} of a step of {format_us(judge.step_us)} even on the rank that waits least"
-            why = {"fsdp": "under FSDP forward and backward gather weights: what of them is waiting cannot be told from "
-                           "the host. Run a few steps with the RuntimeProfiler hook (its device times tell), or under DDP"}.get(
-                hidden[0] if hidden else "", f"mark where {track.kind} waits: tracing.py's log_trace_span"
-                                             f"({track.kind!r}, sync=True) and its ready() when the rank's own work is done")
-            return finding(judge, "opaque", sorted(judge.hosts), track.kind, track.steps, 0, 0, "high",
-                           [what, f"a slow rank inside of {track.kind} would look like this as well"], why)
-    return None
+    dwell_us = {t.kind: median_low(t.transfer) * len(t.steps) / len(judge.steps) for t in judge.tracks if hides_work(judge, t)}
+    hidden_us = sum(dwell_us.values())
+    if len(judge.mains) < 2 or hidden_us < max(OPAQUE_RATIO * judge.step_us, BOUND_US):
+        return None
+    kind = max(dwell_us, key=dwell_us.__getitem__)
+    reasons = {str(p.opaque[kind]) for p in judge.mains if p.opaque.get(kind)}
+    names = ", ".join(sorted(map(str, dwell_us)))
+    advice = (f"mark where {kind} waits: tracing.py's log_trace_span({kind!r}, sync=True), and its ready() when the rank's own "
+              "work is done")
+    if "fsdp" in reasons:
+        advice = ("under FSDP forward and backward gather weights all along, and the host cannot tell that from computing: run "
+                  "some steps with the RuntimeProfiler hook, whose device times can, or with parallel=ddp")
+    return finding(judge, "opaque", sorted(judge.hosts), kind, judge.steps, 0, 0, "high",
+                   [f"{names}: {format_us(hidden_us)} of a step of {format_us(judge.step_us)}, even on the rank that waits least",
+                    f"a slow rank inside of {names} would look just like this" + (f" ({', '.join(reasons)})" if reasons else "")],
+                   advice)
 
 
 def finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int], cost_us: float,
@@ -2572,8 +2582,8 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     num_steps = len(judge.steps)
     step = format_us(judge.step_us)
     if num_steps < MIN_MEETINGS:
-        return [plain_finding(judge, "insufficient", f"{num_steps} steps after the first {judge.num_warm_up}: nothing stands out, "
-                              f"but {MIN_MEETINGS} are needed to tell", "let it run on, or widen --steps")]
+        return [plain_finding(judge, "insufficient", f"{num_steps} steps (without the first {judge.num_warm_up}): nothing stands out"
+                              f", but it takes {MIN_MEETINGS} to tell", "let it run on, or widen --steps")]
     lost = sum(sum(loss) for loss in judge.base.values()) / judge.total_us
     return [plain_finding(judge, "healthy", f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % "
                           "of them, no rank more than others", "nothing to do")]

@@ -73,8 +73,11 @@ def leave_in_order():
 class Numbers(Dataset):
     """Batches are what costs: the samples are nothing."""
 
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
     def __len__(self):
-        return 1 << 16
+        return self.num_samples
 
     def __getitem__(self, index):
         return index
@@ -100,9 +103,9 @@ def collate(indices):
     return Batch(indices)
 
 
-def make_loader(batch_size=4, num_workers=0, more_on_rank=None, more=1):
+def make_loader(batch_size=4, num_workers=0, more_on_rank=None, more=1, num_samples=1 << 16):
     """A DataLoader of the suite's own; one rank may have bigger batches."""
-    data = Numbers()
+    data = Numbers(num_samples)
     batch_size *= more if RANK == more_on_rank else 1
     return DataLoader(data, batch_size, sampler=DistributedSampler(data, WORLD, RANK), num_workers=num_workers,
                       collate_fn=collate)

@@ -125,7 +125,7 @@ def run_slow(name, folder):
             summary = job.summary(trace_tools.StepRange(first, last))
             step_us = mean_step_us(begins, first + 4, last)
             # Against the steps just before and after, which had no fault: the machine was as busy then.
-            clean_us = (mean_step_us(begins, first - GAP + 3, first) + mean_step_us(begins, last + 3, last + GAP)) / 2
+            clean_us = [mean_step_us(begins, first - GAP + 3, first), mean_step_us(begins, last + 3, last + GAP)]
             results.append((f"{name}/{case.name}", *judge_slow(case, first, summary, step_us, clean_us)))
     return results
 
@@ -146,7 +146,7 @@ def step_begins(run_dir):
 
 
 def judge_slow(case, first, summary, step_us, clean_us):
-    """(problem or None, what it said) of the steps of one case, which took step_us each, clean_us without a fault."""
+    """(problem or None, what it said) of one case, whose steps took step_us; before and after, without a fault, clean_us."""
     verdict = summary["findings"][0]
     got = describe(verdict)
     details = {"got": got, "step_ms": step_us / 1000}
@@ -160,10 +160,13 @@ def judge_slow(case, first, summary, step_us, clean_us):
             problem = f"rank {ranks} in {phase} is missing"
     others = [f for f in summary["findings"][1:] if f["kind"] in ("straggler", "burst", "spike", "slow_host", "slowdown")
               and (f["ranks"], f["phase"]) not in case.also]
+    # Where the machine alone makes as much of a difference as the fault, nothing can be told.
+    spread_ms, effect_ms = abs(clean_us[0] - clean_us[1]) / 1000, (step_us - sum(clean_us) / 2) / 1000
+    details.update(spread_ms=spread_ms, decidable=not case.faults or spread_ms < abs(effect_ms))
     details["others"] = [describe(f) for f in others]
     details["findings"] = summary["findings"]
     if verdict["kind"] == "straggler" and not case.also and case.first is None and case.kind == "straggler":
-        details["saving_ms"] = (verdict["saving_percent"] / 100 * step_us / 1000, (step_us - clean_us) / 1000)
+        details["saving_ms"] = (verdict["saving_percent"] / 100 * step_us / 1000, effect_ms)
     return problem, details
 
 
