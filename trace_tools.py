@@ -1733,13 +1733,17 @@ class Judge:
 
 
     def name_of(self, phase: str) -> str:
-        """The name that the loop gives a phase: a span that is all of its parent, once in each, is its parent."""
-        totals, parents = self.run.totals, self.run.parents
-        parent = parents.get(phase)
-        alone = parent in totals and phase in totals and totals[parent].count() and (
-            0.9 < totals[phase].count() / totals[parent].count() < 1.1 and Counter(parents.values())[parent] == 1
-            and self.run.self_us[parent] < 0.1 * self.run.self_us[phase])
-        return parent if alone else phase
+        return loop_name(self.run, phase)
+
+
+def loop_name(run: Run, phase: Optional[str]) -> Optional[str]:
+    """The name that the loop gives a phase: a span that is all of its parent, once in each, is its parent."""
+    parent = run.parents.get(phase) if phase else None
+    if parent not in run.totals or phase not in run.totals or not run.totals[parent].count():
+        return phase
+    inner, outer = run.totals[phase], run.totals[parent]
+    alone = 0.9 < inner.count() / outer.count() < 1.1 and Counter(run.parents.values())[parent] == 1
+    return parent if alone and outer.quantile_us(0.5) < 1.2 * inner.quantile_us(0.5) + NOISE_US else phase
 
 
 def some(steps: Sequence[int]) -> List[int]:
@@ -1942,7 +1946,7 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
             times[step] += median_low(work) + transfer
     steps = sorted(times)
     series = [times[s] for s in steps]
-    side = max(8, len(series) // 10)
+    side = max(3 * MIN_MEETINGS // 4, len(series) // 10)
     if len(series) < 2 * side:
         return None
     ordered = sorted(series)
@@ -2221,8 +2225,9 @@ TOGETHER_US = 3e6  # ranks that stopped within so much stopped at once
 class Fate:
     """What became of one process, as far as its trace tells, and how far it had come."""
 
-    def __init__(self, p: Process, now_us: float, tells: set):
-        self.p, self.rank = p, p.rank
+    def __init__(self, run: Run, p: Process, now_us: float, tells: set, ahead_us: float):
+        self.run, self.p, self.rank = run, p, p.rank
+        self.last_ts, self.mark = (p.last_ts or 0) - ahead_us, (p.main.mark or p.first_ts or 0) - ahead_us  # rank 0's clock
         end = p.instants.get("process_end")
         args = (end.get("args") or {}) if end else {}
         how = str(args.get("how", "ok")) if end else None
@@ -2232,23 +2237,25 @@ class Fate:
         last = p.errors[-1] if p.errors else None
         if how == "exception" or (how == "exit" and not self.over):
             text = f"{args.get('type')}: {args.get('message')}" if how == "exception" else f"sys.exit({args.get('code')!r})"
-            self.error = dict(origin(p.errors, text) or {"name": None, "step": p.last_step}, ts=end["ts"], err=text)
+            self.error = dict(origin(p.errors) or {"name": None, "step": p.last_step}, ts=end["ts"] - ahead_us, err=text)
         elif last and self.gone and not (how == "ok") and last["last_ts"] == p.main.mark:
-            self.error = origin(p.errors, last["err"])
+            self.error = dict(origin(p.errors), ts=last["ts"] - ahead_us)
             self.over = False
         if p.stacks.fatal and not self.over and not self.error:
-            self.error = {"name": self.phase(), "step": p.last_step, "ts": p.last_ts, "err": p.stacks.fatal}
+            self.error = {"name": self.phase(), "step": p.last_step, "ts": self.last_ts, "err": p.stacks.fatal}
         told = how is not None and not self.over and not self.error
         self.terminated = not self.error and (told or not self.over and self.gone and (
             "signal" in p.instants or p.stacks.signal_at_death))
         self.silent = self.gone and not (self.over or self.error or self.terminated)
+        if self.error:
+            self.error["name"] = loop_name(run, self.error["name"])
         meeting = next((e for e in reversed(p.main.stack) if e.get("sync") is True), None)
         self.arrived = meeting is not None and ("ready" in meeting or meeting["name"] not in tells)
         self.meeting = meeting["name"] if meeting else None
-        self.progress = (p.arrivals, self.arrived, p.main.mark or 0)
+        self.progress = (p.arrivals, self.arrived, self.mark)
 
     def phase(self) -> Optional[str]:
-        return self.p.main.stack[-1]["name"] if self.p.main.stack else self.p.last_phase
+        return loop_name(self.run, self.p.main.stack[-1]["name"] if self.p.main.stack else self.p.last_phase)
 
     def step(self) -> Optional[int]:
         return self.p.main.stack[-1].get("step", self.p.last_step) if self.p.main.stack else self.p.last_step
@@ -2264,7 +2271,7 @@ class Fate:
         return inside + ("" if self.step() is None else f", step {self.step()}")
 
 
-def origin(errors: Sequence[Dict[str, Any]], text: str) -> Optional[Dict[str, Any]]:
+def origin(errors: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
     """Where an exception that ended a process came from: the first of the errors that its way out raised."""
     if not errors:
         return None
@@ -2306,14 +2313,15 @@ def began_after(p: Process) -> bool:
         return False
 
 
-def stop_findings(run: "Run", mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
+def stop_findings(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
     """How the run stands or ended: at most one finding. The first rule that fits is the one that tells."""
     tells = {kind for p in mains for kind, told in p.rows if told}
     tells |= {e["name"] for p in mains for e in p.main.stack if "ready" in e}
-    fates = [Fate(p, now_us, tells) for p in mains if p.rank is not None]
+    ahead_us = clocks_ahead(mains)
+    fates = [Fate(run, p, now_us, tells, ahead_us.get(p.rank, 0.0)) for p in mains if p.rank is not None]
     present = {f.rank for f in fates}
     missing = [rank for rank in run.expected if rank not in present]
-    if not fates or all(f.over for f in fates) and not missing:
+    if all(f.over for f in fates):
         return []
     stalled_us = stall_of(fates, now_us)
     broken = stalled_us or any(f.error or f.silent for f in fates)
@@ -2342,8 +2350,8 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
     here = [f for f in fates if not f.over and not f.error]
     if not here:
         return 0.0
-    until = now_us if any(not f.gone for f in here) else max(f.p.last_ts for f in here)
-    newest = max(f.p.main.mark or f.p.first_ts for f in here)
+    until = now_us if any(not f.gone for f in here) else max(f.last_ts for f in here)
+    newest = max(f.mark for f in here)
     limit_us = max(stall_limit_us(f.p) for f in here)
     return until - newest if until - newest >= limit_us else 0.0
 
@@ -2351,18 +2359,18 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
 def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
     """Nothing happens any more. The culprit has come least far; among those whose heartbeats have stopped, if any."""
     here = [f for f in fates if not f.over]
-    newest = max(f.p.last_ts for f in here)
+    newest = max(f.last_ts for f in here)
     for_s = format_us(stalled_us)
     if missing:
-        return missing_ranks(fates, missing, f"the others have waited {for_s}")
+        return missing_ranks("stall", missing, f"the others have waited {for_s}")
     quiet = [f for f in here if f.p.header.get("heartbeat_s") and f.p.beats
-             and newest - f.p.last_ts > BEATS_MISSED * 1e6 * f.p.header["heartbeat_s"]]
+             and newest - f.last_ts > BEATS_MISSED * 1e6 * f.p.header["heartbeat_s"]]
     waiting = [f for f in here if f.arrived]
     if quiet:
         culprits = least(quiet)
         held = culprits[0].p.stacks.last and not culprits[0].p.stacks.signal_at_death
         why = "C code holds the interpreter (the stack was written in C)" if held else "frozen, stopped or killed"
-        evidence = [f"its heartbeats stopped {format_us(newest - culprits[0].p.last_ts)} before the others': {why}"]
+        evidence = [f"its heartbeats stopped {format_us(newest - culprits[0].last_ts)} before the others': {why}"]
     elif len(waiting) == len(here) and len({f.progress[0] for f in here}) == 1:
         first = here[0]
         return stop_finding(
@@ -2397,8 +2405,8 @@ def least(fates: Sequence[Fate]) -> List[Fate]:
             and f.step() == first.step()] or [first]
 
 
-def missing_ranks(fates: Sequence[Fate], missing: Sequence[int], what: str) -> Dict[str, Any]:
-    found = stop_finding("stall", [], None, None, "medium",
+def missing_ranks(kind: str, missing: Sequence[int], what: str) -> Dict[str, Any]:
+    found = stop_finding(kind, [], None, None, "medium",
                          [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs before its first record",
                           what], "look at the output of that rank, and whether its host is up")
     return dict(found, ranks=list(missing))
@@ -2498,14 +2506,13 @@ def killed(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Opti
     silent = [f for f in fates if f.silent]
     rest = [f for f in fates if not f.silent]
     if missing and (rest or silent):
-        return missing_ranks(fates, missing, "all others did")
+        return missing_ranks("killed", missing, "all others did")
     if not silent:
         return None
-    last = max(f.p.last_ts for f in fates)
-    first = min(f.p.last_ts for f in silent)
+    last = max(f.last_ts for f in fates)
     if not rest or all(f.over for f in rest):
         beat_us = 1e6 * max(f.p.header.get("heartbeat_s") or 0 for f in silent)
-        early = [f for f in silent if last - f.p.last_ts > max(BEATS_MISSED * beat_us, TOGETHER_US)]
+        early = [f for f in silent if last - f.last_ts > max(BEATS_MISSED * beat_us, TOGETHER_US)]
         if len(silent) > 1 and not early and not rest:
             return None  # all at once
         silent = early or silent
@@ -2599,28 +2606,55 @@ def plain_finding(judge: Judge, kind: str, evidence: str, advice: str) -> Dict[s
 # ---- Clocks ----------------------------------------------------------------------------------------------------------
 
 def clock_offsets(mains: Sequence[Process]) -> List[Dict[str, Any]]:
-    """Per host, how far its wall clock is ahead of rank 0's: offset_us (at the middle of the run), drift_ppm, residual_us.
-
-    The same boot_id: one monotonic clock, exact. Else from the ends of meetings, at which all are released at once:
-    the line through the differences by Theil and Sen (median of slopes between pairs, median of what is left).
-    """
-    reference = next((p for p in mains if p.rank == 0), mains[0] if mains else None)
+    """Per host, how far its wall clock is ahead of rank 0's: offset_us (at the middle of the run), drift_ppm, residual_us."""
     found: Dict[Any, Dict[str, Any]] = {}
-    ends = None
+    ends: Dict[tuple, int] = {}
     for p in mains:
         host = p.header.get("host")
-        if reference is None or host is None or host in found:
-            continue
-        if p.header.get("boot_id") and p.header.get("boot_id") == reference.header.get("boot_id") and None not in (
-                p.header.get("mono_us"), reference.header.get("mono_us")):
-            offset = wall_minus_monotonic(p) - wall_minus_monotonic(reference)
-            found[host] = {"host": host, "offset_us": offset, "drift_ppm": 0.0, "residual_us": 0.0}
-            continue
-        ends = release_times(reference) if ends is None else ends
-        pairs = sorted((ts, other - ts) for key, other in release_times(p).items() for ts in [ends.get(key)] if ts is not None)
-        if len(pairs) >= FEW_MEETINGS:
-            found[host] = dict(host=host, **theil_sen(pairs))
+        if host is not None and host not in found:
+            clock = clock_of(p, mains[0], ends)
+            if clock:
+                found[host] = dict(host=host, **clock)
     return list(found.values())
+
+
+def clocks_ahead(mains: Sequence[Process]) -> Dict[int, float]:
+    """Per rank, microseconds that its wall clock is ahead of rank 0's, where the trace tells."""
+    ends: Dict[tuple, int] = {}
+    first: Dict[Any, Tuple[Process, float]] = {}  # one rank of each machine: the others have the same monotonic clock
+    ahead = {}
+    for p in mains:
+        boot = p.header.get("boot_id")
+        if boot in first and has_monotonic(p):
+            known, offset_us = first[boot]
+            ahead[p.rank] = offset_us + wall_minus_monotonic(p) - wall_minus_monotonic(known)
+            continue
+        clock = clock_of(p, mains[0], ends)
+        if clock:
+            ahead[p.rank] = clock["offset_us"]
+            if boot and has_monotonic(p):
+                first[boot] = p, clock["offset_us"]
+    return ahead
+
+
+def clock_of(p: Process, reference: Process, ends: Dict[tuple, int]) -> Optional[Dict[str, float]]:
+    """A process's wall clock against the reference's. The same boot_id is the same monotonic clock: exact.
+
+    Else from the ends of meetings, at which all are released at once: the line through the differences by Theil and
+    Sen (median of the slopes between pairs, median of what is left). ends is filled with the reference's, once.
+    """
+    boot = p.header.get("boot_id")
+    if p is reference or boot and boot == reference.header.get("boot_id") and has_monotonic(p) and has_monotonic(reference):
+        offset_us = 0 if p is reference else wall_minus_monotonic(p) - wall_minus_monotonic(reference)
+        return {"offset_us": offset_us, "drift_ppm": 0.0, "residual_us": 0.0}
+    if not ends:
+        ends.update(release_times(reference))
+    pairs = sorted((ends[key], ts - ends[key]) for key, ts in release_times(p).items() if key in ends)
+    return theil_sen(pairs) if len(pairs) >= FEW_MEETINGS else None
+
+
+def has_monotonic(p: Process) -> bool:
+    return isinstance(p.header.get("mono_us"), int) and isinstance(p.header.get("ts"), int)
 
 
 def wall_minus_monotonic(p: Process) -> int:
@@ -2989,7 +3023,7 @@ class TraceWriter:
         if TRACK not in entry:
             return
         track = entry[TRACK]
-        end_ns = entry[BEGIN] + int(r["dur"] * 1000) if "dur" in r else self.ns(r["ts"])
+        end_ns = self.ns(entry["ts"] + r["dur"] if "dur" in r else r["ts"])
         inner = [e for e in stream.stack if e[BEGIN] > entry[BEGIN] and e.get(TRACK) is track] if stream.stack else []
         for crossing in inner:
             crossing[TRACK] = self.pooled("crossing", id(crossing), crossing[BEGIN])
