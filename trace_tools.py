@@ -439,9 +439,13 @@ class Stream:
             self.own[self.key] = self.own.get(self.key, 0) + ts - self.mark
             self.mark = ts
 
-    def reopen(self, stack: List[dict]) -> None:
+    def reopen(self, stack: List[dict], sink: Optional["TraceWriter"]) -> None:
         """Go on with these open spans."""
-        self.stack = stack
+        known, self.stack = self.stack, []
+        for entry in stack:
+            self.stack.append(entry)
+            if sink is not None and not any(entry is other for other in known):
+                sink.begin(self, entry)
         self.apart = next((entry for entry in stack if entry["name"] in SET_APART), None)
         self.enter_top()
 
@@ -523,9 +527,16 @@ class Process:
         for entry in batch[1:at]:
             # A span that was open before is the same one: it may have told ready already.
             identity = entry.get("ts"), entry.get("name"), entry.get("tid"), entry.get("task")
-            stacks.setdefault(identity[2:], []).append(known.get(identity, entry))
+            stacks.setdefault(identity[2:], []).append(known.pop(identity, entry))
+        for ts_name_tid_task in reversed(list(known)):
+            # It ended in a part that is missing.
+            stream = self.streams[ts_name_tid_task[2:]]
+            stream.stack.remove(known[ts_name_tid_task])
+            self.lost_ends += 1
+            if self.sink is not None:
+                self.sink.end(stream, known[ts_name_tid_task], {"ts": header["ts"], "lost": True})
         for where, stack in stacks.items():
-            self.streams.setdefault(where, Stream(*where)).reopen(stack)
+            self.streams.setdefault(where, Stream(*where)).reopen(stack, self.sink)
         if self.main.mark is None:
             self.main.mark = header.get("ts")
         return [header] + batch[at:]
@@ -2020,7 +2031,7 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
             is_meant = phase in meeting or COMPUTE.search(phase) and not BESIDES.search(phase)
             if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
                 found.append(bound_finding(judge, phase, us, track.steps, f"on all ranks {phase} takes {format_us(us)} of a step"))
-        if not hides_work(judge, track):
+        if not hides_work(judge, track) and not judge.is_pipeline:
             transfers[track.kind] = median_low(track.transfer) * part
     transfer_us = sum(transfers.values())
     if transfer_us > max(TRANSFER_RATIO * judge.step_us, BOUND_US):
@@ -2249,6 +2260,7 @@ class Fate:
         self.silent = self.gone and not (self.over or self.error or self.terminated)
         if self.error:
             self.error["name"] = loop_name(run, self.error["name"])
+            self.error["step"] = p.last_step if self.error["step"] is None else self.error["step"]
         meeting = next((e for e in reversed(p.main.stack) if e.get("sync") is True), None)
         self.arrived = meeting is not None and ("ready" in meeting or meeting["name"] not in tells)
         self.meeting = meeting["name"] if meeting else None
@@ -2526,8 +2538,8 @@ def killed(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Opti
                 "end in its trace"]
     evidence += memory_of(head, fates) + victims(fates, culprits)
     return stop_finding("killed", culprits, head.phase(), head.step(), "high" if rest else "medium", evidence,
-                        "SIGKILL, os._exit or the out-of-memory killer: `dmesg -T | grep -i oom` on its host, the scheduler's log, "
-                        "its exit code in torchrun's output (-9: SIGKILL)")
+                        "SIGKILL, the out-of-memory killer, os._exit or a crash in C: `dmesg -T | grep -i oom` on its host, the scheduler's log, "
+                        "its exit code in torchrun's output (-9: SIGKILL, -11: a crash)")
 
 
 def memory_of(head: Fate, fates: Sequence[Fate]) -> List[str]:
@@ -2547,7 +2559,7 @@ def left_early(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> 
         return None
     furthest = max(f.p.last_step or 0 for f in failed)
     head = over[0]
-    return stop_finding("left_early", over, head.p.last_phase, head.p.last_step, "high" if len(over) < len(fates) / 2 else "medium",
+    return stop_finding("left_early", over, head.phase(), head.p.last_step, "high" if len(over) < len(fates) / 2 else "medium",
                         [f"rank {format_ranks(sorted(f.rank for f in over))} ended in order after step {head.p.last_step}; the others "
                          f"were at step {furthest}"] + victims(fates, over),
                         "every rank must run the same number of steps: unequal shares of the data (drop_last, "
@@ -3020,15 +3032,11 @@ class TraceWriter:
 
     def end(self, stream: Stream, entry: dict, r: dict) -> None:
         """Draw a span that has ended, or that never did (`lost`: its end is missing; `unfinished`: cut off)."""
-        if TRACK not in entry:
-            return
         track = entry[TRACK]
         end_ns = self.ns(entry["ts"] + r["dur"] if "dur" in r else r["ts"])
-        inner = [e for e in stream.stack if e[BEGIN] > entry[BEGIN] and e.get(TRACK) is track] if stream.stack else []
-        for crossing in inner:
+        for crossing in [e for e in stream.stack if e[BEGIN] > entry[BEGIN] and e[TRACK] is track]:
             crossing[TRACK] = self.pooled("crossing", id(crossing), crossing[BEGIN])
-        end_ns = max(end_ns, entry[BEGIN] + 1, min(track.floor_ns, max(end_ns, self.ns(r["ts"])) + 1000))
-        track.floor_ns = max(track.floor_ns, end_ns)
+        end_ns = track.floor_ns = max(end_ns, entry[BEGIN] + 1, track.floor_ns)
         if track.holder == id(entry) or (stream.task is not None and not stream.stack):
             track.holder = None
         if entry.get("step") not in self.steps or end_ns - entry[BEGIN] < self.min_us * 1000:

@@ -9,7 +9,7 @@ from conftest import ROOT
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "faults")]
 
 import trace_tools  # noqa: E402
-from simulate import PHASES, simulate  # noqa: E402
+from simulate import PHASES, simulate, simulate_pipeline  # noqa: E402
 
 
 def summary(folder, **world):
@@ -167,6 +167,52 @@ def test_a_device_that_works_behind_the_host(tmp_path, where):
     extra = slow(2, "load", 9000) if where == "load" else None
     found = findings(tmp_path, phases={"load": 500, "fwd": 300, "bwd": 400, "opt": 100}, noise_us=20, device=device, extra=extra)
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], where)]
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_stages_of_a_pipeline_differ_by_design(tmp_path, replicas):
+    def found(name, extra=None):
+        folder = simulate_pipeline(tmp_path / name, replicas=replicas, extra=extra)
+        return trace_tools.summarize(trace_tools.Run([str(folder)]).read())["findings"]
+
+    assert [f["kind"] for f in found("clean")] == ["healthy"]
+    slower = found("slower", slow(2, "forward", 8000, first=40))
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["first"]) for f in slower] == [("straggler", [2], "forward", 40)]
+
+
+def test_under_fsdp_it_says_that_it_cannot_tell(tmp_path):
+    simulate(tmp_path, mark="sync")
+    for path in (tmp_path / "structured_logs").glob("*.jsonl"):
+        path.write_text(path.read_text().replace('"sync":true', '"sync":true,"args":{"opaque":"fsdp"}'))
+    found = trace_tools.summarize(trace_tools.Run([str(tmp_path)]).read())["findings"]
+    assert [(f["kind"], f["phase"]) for f in found] == [("opaque", "bwd")]
+    assert "FSDP" in found[0]["advice"]
+
+
+def test_damaged_traces_still_tell(tmp_path):
+    """A lost file, a torn end, garbage in the middle, and an older run in the same folder."""
+    simulate(tmp_path, world=8, extra=slow(1, "load", 8000))
+    paths = sorted((tmp_path / "structured_logs").glob("*.jsonl"))
+    paths[5].unlink()
+    paths[4].write_bytes(paths[4].read_bytes()[:-30])
+    lines = paths[3].read_bytes().split(b"\n")
+    lines[200:204] = [b"\x00\xff garbage", lines[201][:20] + lines[202]]
+    paths[3].write_bytes(b"\n".join(lines))
+    old = paths[0].read_text().replace('"run":"sim"', '"run":"older"')
+    paths[0].with_name("training.rank00000.20250101T000000.77.jsonl").write_text(
+        "\n".join(line.replace('"ts":17', '"ts":16') for line in old.splitlines()) + "\n")
+    result = trace_tools.summarize(trace_tools.Run([str(tmp_path)]).read())
+    kinds = [(f["kind"], f["ranks"], f["phase"]) for f in result["findings"]]
+    assert ("straggler", [1], "load") in kinds
+    assert not any(f["kind"] == "straggler" and f["ranks"] != [1] for f in result["findings"])
+
+
+def test_one_process_alone(tmp_path):
+    assert [f["kind"] for f in findings(tmp_path / "clean", world=1)] == ["healthy"]
+    found = findings(tmp_path / "slower", world=1, extra=slow(0, "fwd", 12_000, first=50))
+    assert [(f["kind"], f["phase"], f["steps"]["first"]) for f in found] == [("slowdown", "fwd", 50)]
+    found = findings(tmp_path / "bound", world=1, phases=dict(PHASES, load=20_000))
+    assert [(f["kind"], f["phase"]) for f in found] == [("bound", "load")]
 
 
 def test_clocks_of_hosts(tmp_path):

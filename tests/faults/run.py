@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,32 +29,47 @@ STALL_TIMEOUT_S = 10
 GAP = 25  # steps without a fault between two
 
 
-class Job:
-    """One torchrun job in a session of its own; leaving it kills whatever is left."""
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
 
-    def __init__(self, folder, nproc, overrides=(), faults=(), options=()):
+
+class Job:
+    """One torchrun job, of two agents with host names of their own if wanted; leaving it kills whatever is left."""
+
+    def __init__(self, folder, nproc, overrides=(), faults=(), options=(), hosts=()):
         self.folder = Path(folder)
         self.run_dir = self.folder / "exp" / "recipe" / "run"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-                   "--monitor-interval=0.1", *options, ROOT / "train.py", HERE / "recipe.yaml", "run=run",
-                   f"exp_dir={self.folder / 'exp'}", f"structured_logging.stall_timeout_s={STALL_TIMEOUT_S}", *overrides]
+        script = [ROOT / "train.py", HERE / "recipe.yaml", "run=run", f"exp_dir={self.folder / 'exp'}",
+                  f"structured_logging.stall_timeout_s={STALL_TIMEOUT_S}", *overrides]
         env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}
-        env.update(OMP_NUM_THREADS="1", FAULTS=json.dumps(faults), TORCHELASTIC_ERROR_FILE=str(self.folder / "error.json"))
+        env.update(OMP_NUM_THREADS="1", FAULTS=json.dumps(faults))
         self.log = open(self.folder / "output.txt", "w")
-        self.process = subprocess.Popen([str(c) for c in command], stdout=self.log, stderr=subprocess.STDOUT, env=env,
-                                        start_new_session=True, cwd=HERE)
+        self.agents = []
+        port = free_port()
+        for host in hosts or [None]:
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}", "--monitor-interval=0.1"]
+            command += [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}",
+                        "--local-addr=localhost"] if host else ["--standalone"]
+            command += [*options, *script]
+            if host:
+                command = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host, *command]
+            self.agents.append(subprocess.Popen([str(c) for c in command], stdout=self.log, stderr=subprocess.STDOUT, env=env,
+                                                start_new_session=True, cwd=HERE))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         # Workers have sessions of their own under torchrun's agent: all are found by their parents.
-        for pid in [*self.descendants(), self.process.pid]:
+        for pid in [*self.descendants(), *(agent.pid for agent in self.agents)]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        self.process.wait()
+        for agent in self.agents:
+            agent.wait()
         self.log.close()
 
     def descendants(self):
@@ -64,7 +80,7 @@ class Job:
             except OSError:
                 continue
             parents.setdefault(int(rest.rpartition(")")[2].split()[1]), []).append(int(pid))
-        found, queue = [], [self.process.pid]
+        found, queue = [], [agent.pid for agent in self.agents]
         while queue:
             children = parents.get(queue.pop(), [])
             found += children
@@ -72,8 +88,10 @@ class Job:
         return found
 
     def wait(self, timeout_s):
+        end = time.monotonic() + timeout_s
         try:
-            return self.process.wait(timeout_s)
+            for agent in self.agents:
+                agent.wait(max(end - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"no end after {timeout_s} s: see {self.folder}/output.txt") from None
 
@@ -113,9 +131,9 @@ def slow_faults(cases):
 
 def run_slow(name, folder):
     """[(case, problem or None, details)] of one job of slow steps."""
-    nproc, overrides, cases = scenarios.SLOW_JOBS[name]
+    nproc, overrides, cases, *hosts = scenarios.SLOW_JOBS[name]
     placed, faults, end = slow_faults(cases)
-    with Job(folder, nproc, [*overrides, f"max_steps={end}"], faults) as job:
+    with Job(folder, nproc, [*overrides, f"max_steps={end}"], faults, hosts=hosts) as job:
         job.wait(600)
         begins = step_begins(job.run_dir)
         if max(begins, default=0) < end:
@@ -151,6 +169,8 @@ def judge_slow(case, first, summary, step_us, clean_us):
     got = describe(verdict)
     details = {"got": got, "step_ms": step_us / 1000}
     problem = wrong(case.kind, case.ranks, case.phase, verdict)
+    if not problem and case.hosts and verdict["hosts"] != case.hosts:
+        problem = f"wanted {case.hosts}, got {verdict['hosts']}"
     if not problem and case.first is not None and abs(verdict["steps"]["first"] - first - case.first) > 1:
         problem = f"step {verdict['steps']['first'] - first}, wanted {case.first}"
     if not problem and case.period and verdict["steps"]["period"] != case.period:
@@ -212,12 +232,12 @@ def run_stop(case, folder):
 
 
 def kill_all(job):
-    for pid in [*job.descendants(), job.process.pid]:
+    for pid in [*(agent.pid for agent in job.agents), *job.descendants()]:
         os.kill(pid, signal.SIGKILL)
 
 
 def terminate(job):
-    os.kill(job.process.pid, signal.SIGTERM)
+    os.kill(job.agents[0].pid, signal.SIGTERM)
 
 
 def worker_of(job, rank):

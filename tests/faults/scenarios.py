@@ -11,8 +11,8 @@ EASY_MS, HARD_MS = 30, 8
 class Slow:
     """A fault that makes steps slower: its place and size, and the answer."""
 
-    def __init__(self, name, kind, faults, ranks=None, phase=None, first=None, period=None, also=()):
-        self.name, self.kind, self.ranks, self.phase = name, kind, ranks, phase
+    def __init__(self, name, kind, faults, ranks=None, phase=None, first=None, period=None, also=(), hosts=()):
+        self.name, self.kind, self.ranks, self.phase, self.hosts = name, kind, ranks, phase, list(hosts)
         self.faults, self.first, self.period, self.also = faults, first, period, also
 
 
@@ -70,7 +70,7 @@ FOUR = [
     Slow("nothing_in_the_end", "healthy", []),
 ]
 
-# One model, or one setting, of a job each: name, processes, overrides, faults.
+# One model, or one setting, of a job each: processes (of a host), overrides, faults, hosts if there are several.
 SLOW_JOBS = {
     "two": (2, [], TWO),
     "four": (4, [], FOUR),
@@ -79,6 +79,11 @@ SLOW_JOBS = {
         Slow("data_rank1", "straggler", [sleep("data", [1])], [1], "data"),
         Slow("data_rank0", "straggler", [sleep("data", [0])], [0], "data"),
         Slow("backward_rank2_hard", "straggler", [sleep("backward_middle", [2], HARD_MS)], [2], "backward")]),
+    "hosts": (2, [], [
+        Slow("nothing", "healthy", []),
+        Slow("slow_host", "slow_host", [sleep("forward", [2, 3], 20)], [2, 3], "forward", hosts=["node-b"]),
+        Slow("one_rank_of_a_host", "straggler", [sleep("data", [3])], [3], "data", hosts=["node-b"])],
+        "node-a", "node-b"),
     "accumulate": (2, ["accumulate=2"], [
         Slow("nothing", "healthy", []),
         Slow("forward_rank1", "straggler", [sleep("forward", [1])], [1], "forward"),
@@ -112,7 +117,7 @@ def at(place, what, rank=1, step=25, **more):
 STOPS = [
     Stop("sigkill_data", "killed", at("data", "signal", number=9), [1], "data", 25),
     Stop("sigkill_backward_4", "killed", at("backward_middle", "signal", 2, number=9), [2], "backward", 25, nproc=4),
-    Stop("segfault", "crash", at("forward", "signal", number=11), [1], "forward", 25),
+    Stop("segfault", ("crash", "killed"), at("forward", "signal", number=11), [1], "forward", 25),
     Stop("exit_0", ("killed", "left_early"), at("optimizer", "exit", code=0), [1], "optimizer", 25),
     Stop("exception_forward", "crash", at("forward", "raise", text="bad sample 17"), [1], "forward", 25),
     Stop("exception_hook_4", "crash", at("hook", "raise", 3, text="disk full"), [3], "hooks", 25, nproc=4),

@@ -90,3 +90,50 @@ def save_titan(folder, rank, lines, host):
             if line["ph"] == "E":
                 record["value"] = line["dur"] / 1000
             file.write(json.dumps(record) + "\n")
+
+
+def simulate_pipeline(folder, stages=(10_000, 20_000, 20_000, 14_000), replicas=1, num_steps=80, extra=None, seed=0):
+    """A pipeline of stages that differ by design, each waiting for its neighbours; replicas of it meet once a step."""
+    folder = Path(folder) / "structured_logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, depth = random.Random(seed), len(stages)
+    world = depth * replicas
+    begin = 1_700_000_000_000_000
+    clock = [begin] * world
+    lines = [[{"ph": "M", "v": 1, "ts": begin, "mono_us": 0, "boot_id": "b", "rank": rank, "world_size": world, "host": "node-a",
+               "pid": 1000 + rank, "source": "training", "worker": None, "run": "sim", "attempt": 0, "heartbeat_s": 5,
+               "stall_timeout_s": 120}] for rank in range(world)]
+
+    def span(rank, name, step, own_us, until=None):
+        start = clock[rank]
+        lines[rank].append({"ph": "B", "ts": start, "name": name, "step": step, **({} if until is None else {"sync": True})})
+        clock[rank] = max(start + 5, until or 0) + max(round(own_us), 10)
+        lines[rank].append({"ph": "E", "ts": clock[rank], "name": name, "step": step, "dur": clock[rank] - start})
+        clock[rank] += 10
+
+    def work(rank, name, step, share):
+        more = extra(rank, step, name) if extra else 0
+        span(rank, name, step, stages[rank % depth] * share + rng.gauss(0, 200) + more)
+
+    for step in range(1, num_steps + 1):
+        for first in range(0, world, depth):
+            sent = 0
+            for rank in range(first, first + depth):
+                if rank > first:
+                    span(rank, "recv_forward", step, 100, sent)
+                work(rank, "forward", step, 1 / 3)
+                sent = clock[rank]
+            for rank in reversed(range(first, first + depth)):
+                if rank < first + depth - 1:
+                    span(rank, "recv_backward", step, 100, sent)
+                work(rank, "backward", step, 2 / 3)
+                sent = clock[rank]
+        together = max(clock) + 500
+        for rank in range(world):
+            span(rank, "grad_reduce", step, 20, together)
+            span(rank, "optimizer", step, 900)
+    for rank in range(world):
+        lines[rank].append({"ph": "i", "ts": clock[rank], "name": "process_end", "args": {"how": "ok"}})
+        path = folder / f"training.rank{rank:05d}.20260101T000000.{1000 + rank}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines[rank]))
+    return folder.parent
