@@ -2334,7 +2334,7 @@ def stop_findings(run: Run, mains: Sequence[Process], now_us: float) -> List[Dic
     present = {f.rank for f in fates}
     missing = [rank for rank in run.expected if rank not in present]
     if all(f.over for f in fates):
-        return []
+        return asked_to_end(fates)
     stalled_us = stall_of(fates, now_us)
     broken = stalled_us or any(f.error or f.silent for f in fates)
     for rule in (desync if broken else None, stall if stalled_us else None, crash, killed, left_early, ended):
@@ -2342,6 +2342,20 @@ def stop_findings(run: Run, mains: Sequence[Process], now_us: float) -> List[Dic
         if found:
             return [found]
     return []
+
+
+def asked_to_end(fates: Sequence[Fate]) -> List[Dict[str, Any]]:
+    """All ended in good order; a `signal` says that somebody wanted it."""
+    told = [f for f in fates if "signal" in f.p.instants]
+    if not told:
+        return []
+    first = min(told, key=lambda f: f.p.instants["signal"]["ts"])
+    signal = first.p.instants["signal"]
+    name = (signal.get("args") or {}).get("signal", "a signal")
+    return [stop_finding("terminated", fates, first.phase(), first.step(), "high",
+                         [f"rank {format_ranks(sorted(f.rank for f in told))} got {name} at step {signal.get('step')}; all ended in "
+                          f"good order after step {first.p.last_step}"],
+                         "ended from outside: the scheduler's time limit or preemption, or somebody's kill; go on with resume")]
 
 
 def stop_finding(kind: str, fates: Sequence[Fate], phase: Optional[str], step: Optional[int], confidence: str,

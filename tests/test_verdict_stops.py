@@ -226,3 +226,30 @@ def test_a_skipped_meeting(tmp_path):
 
 def test_a_finished_run_is_no_stop_however_old(tmp_path):
     assert Broken(tmp_path).verdict()[0] == "healthy"
+
+
+def test_ended_in_good_order_at_a_signal(tmp_path):
+    broken = Broken(tmp_path)
+    for rank in range(4):
+        end = broken.lines[rank].pop()
+        broken.lines[rank] += [dict(end, name="signal", args={"signal": "SIGTERM"}), end]
+    assert broken.verdict()[:2] == ("terminated", [0, 1, 2, 3])
+    assert "SIGTERM" in broken.evidence()
+
+
+def test_a_lost_file_of_a_finished_run_is_no_lost_rank(tmp_path):
+    broken = Broken(tmp_path)
+    broken.paths.pop(3).unlink()
+    broken.lines.pop(3)
+    assert broken.verdict()[0] == "healthy"
+    assert any("no trace of rank 3" in warning for warning in broken.summary["warnings"])
+
+
+def test_a_clock_that_is_ahead_changes_nothing(tmp_path):
+    """Rank 0's wall clock is a minute ahead: its beats and its error look younger than they are."""
+    broken = Broken(tmp_path, boot_ids={0: "x"}, hosts=["a", "b", "b", "b"], shifts={0: 60_000_000}).cut(0, "fwd").cut_others(0)
+    broken.beat(0, 5_000_000)
+    for rank in (1, 2, 3):
+        broken.beat(rank, 130_000_000)
+    assert broken.verdict() == ("stall", [0], "fwd", STEP)
+    assert "heartbeats stopped 2 m 05 s before" in broken.evidence()
