@@ -363,7 +363,6 @@ class _Tracer:
                 self._rotate()
             if self.lost:
                 line = line[:-2] + b',"lost":%d}\n' % self.lost
-                self._forget_definitions()   # some of them may be among the lost
             if self.torn:
                 line = b"\n" + line
         try:
@@ -373,6 +372,8 @@ class _Tracer:
             if written:
                 self.torn = line[written - 1:written] != b"\n"
         if trouble:
+            if self.lost:
+                self._forget_definitions()   # some of them may be among the lost
             self.lost, self.room = 0, self.limit - os.fstat(self.fd).st_size
             self.watch.start()
 
@@ -395,7 +396,8 @@ class _Tracer:
         if time.monotonic() < self.retry_s:
             raise self.open_error
         try:
-            self._adopt(*self._new_file(self._new_path()))
+            path = self._new_path()
+            self._adopt(path, self._new_file(path))
         except OSError as error:
             self.retry_s, self.open_error = time.monotonic() + RETRY_S, error
             raise
@@ -408,7 +410,7 @@ class _Tracer:
         os.makedirs(folder, exist_ok=True)
         return os.path.join(folder, f"{self.settings['source']}.rank{rank:05d}.{start:%Y%m%d-%H%M%S-%f}.{os.getpid()}.jsonl")
 
-    def _new_file(self, path: str) -> Tuple[str, int]:
+    def _new_file(self, path: str) -> int:
         """Create path with the header and the spans still open, or leave nothing. Nobody's file is ever opened twice:
         O_EXCL, since another host may have the same pid in the same microsecond."""
         text = (_json(self._header()) + "\n").encode() + b"".join(span.line for span in list(self.open_spans))
@@ -420,37 +422,51 @@ class _Tracer:
             os.close(fd)
             os.unlink(path)
             raise
-        return path, fd
+        return fd
 
     def _adopt(self, path: str, fd: int) -> None:
         if self.fd >= 0:
             os.close(self.fd)
         self.path, self.fd, self.torn, self.checked = path, fd, False, os.fstat(fd).st_size
         self.limit = int(self.settings["max_file_size_mb"] * 1e6)
-        self.room = self.limit - self.checked
+        self.room = -1 if self.lost else self.limit - self.checked
         self._forget_definitions()
 
-    def _go_on_in(self, path: str, name: Optional[str] = None) -> None:
-        """Go on in a new file at path, which is complete before it gets its final name; or stay where we are."""
+    def _go_on_in(self, path: str, rotates: bool = False) -> None:
+        """Go on in a new file at path, which is complete before it gets that name; or stay where we are."""
         before = self.part, self.continues
         self.part, self.continues = self.part + 1, os.path.basename(self.path)
         try:
-            path, fd = self._new_file(path)
-            if name:
-                os.replace(path, name)
-            self._adopt(name or path, fd)
+            new = path[:-len(".jsonl")] + ".next" if rotates else path
+            fd = self._new_file(new)
+            try:
+                if rotates:
+                    self._shift(path)
+                    os.replace(new, path)
+                self._adopt(path, fd)
+            except BaseException:
+                os.close(fd)
+                os.unlink(new)
+                raise
         except BaseException:
             self.part, self.continues = before
             raise
 
+    def _shift(self, path: str) -> None:
+        # A follower finds a file under the name at any moment: the full one, called .1 as well, or the new one.
+        names = [path] + [f"{path}.{i + 1}" for i in range(self.settings["backup_count"])]
+        for i in range(len(names) - 1, 1, -1):
+            if os.path.exists(names[i - 1]):
+                os.replace(names[i - 1], names[i])
+        if len(names) > 1:
+            try:
+                os.link(path, names[1])
+            except OSError:   # a file system without hard links
+                os.replace(path, names[1])
+
     def _rotate(self) -> None:
-        # Whoever follows the name misses nothing: what it has open is complete, and then called .1.
-        names = [self.path] + [f"{self.path}.{i + 1}" for i in range(self.settings["backup_count"])]
         try:
-            for i in range(len(names) - 1, 0, -1):
-                if os.path.exists(names[i - 1]):
-                    os.replace(names[i - 1], names[i])
-            self._go_on_in(self.path[:-len(".jsonl")] + ".next", self.path)
+            self._go_on_in(self.path, rotates=True)
         except OSError as error:   # go on in the old file, and try again later
             self.limit = os.fstat(self.fd).st_size + int(self.settings["max_file_size_mb"] * 1e5)
             self.complaints.append(error)
@@ -691,6 +707,7 @@ def _enter(span: log_trace_span) -> log_trace_span:
             tracer.open_spans[span] = None
     except OSError as error:
         tracer.lose(line, error)
+        tracer.open_spans[span] = None   # the next file will repeat it
     except Exception as error:
         tracer.failed(error)
     return span
