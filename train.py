@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import collections
 import contextlib
 import difflib
@@ -11,6 +12,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import io
 import itertools
 import json
 import logging
@@ -1267,97 +1269,218 @@ class MetricLog:
         return means
 
 
-class MetricWriter(threading.Thread):
-    """Writes metrics in a thread of its own, so that a slow disk or server never slows or ends the training.
+class MetricPlace(threading.Thread):
+    """A place that metrics are written to, by a thread of its own: whatever happens there, the training goes on."""
 
-    backends are (where it writes to, a function that returns write(step, values) and close(failed)). When the first
-    does not start, fails, or has not finished in time, what it has not taken goes to the next.
-    """
-
-    queue_size = 100_000  # writes; when a backend is that far behind, the rest is dropped, with a warning
-    close_timeout_s = 15.0
-    hung = False  # some writer was left behind in a call that does not return
-
-    def __init__(self, *backends: tuple[str, Callable]) -> None:
+    def __init__(self, name: str, open_place: Callable, writes: list[tuple]) -> None:
+        """open_place() returns write(step, values) and close(failed). writes: the first (step, values)."""
         super().__init__(name="metric writer", daemon=True)
-        self.backends = list(backends)
-        self.queue: queue.Queue = queue.Queue(self.queue_size)
-        self.item: Any = None  # what is being written: (step, values), or at the end whether the run failed
+        self.place, self.open_place = name, open_place
+        self.waiting: queue.SimpleQueue = queue.SimpleQueue()  # (step, values); at the end whether the run has failed
+        self.recent: collections.deque = collections.deque(maxlen=MetricWriter.num_recent)
+        self.busy_since = time.monotonic()  # infinity while there is nothing to do
+        self.error: BaseException | None = None
+        self.is_closed = False
+        for item in writes:
+            self.waiting.put(item)
         self.start()
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def run(self) -> None:
         try:
-            self.queue.put_nowait((step, values))
-        except queue.Full:
-            self._next_backend("is too slow: metrics are dropped")
+            write, close = self.open_place()
+            while not self.is_closed:
+                self.busy_since = math.inf
+                item = self.waiting.get()
+                self.busy_since = time.monotonic()
+                if isinstance(item, bool):
+                    close(item)
+                    self.is_closed = True
+                else:
+                    self.recent.append(item)
+                    write(*item)
+        except BaseException as error:  # wandb raises what it likes; none of it may end the training
+            self.error = error
+
+    def problem(self, patience_s: float) -> str:
+        """Why nothing more is to be expected of it, or ""."""
+        if self.error is not None:
+            return f"failed ({type(self.error).__name__}: {self.error})"
+        busy_s = time.monotonic() - self.busy_since
+        return f"has not answered for {busy_s:.0f} s" if busy_s > patience_s else ""
+
+    def leave(self) -> list[tuple]:
+        """Stop, if it still can; returns what it has not written, after what it has lately and may not have kept."""
+        self.is_closed = True
+        left = list(self.recent)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left.append(self.waiting.get_nowait())
+        return [item for item in left if not isinstance(item, bool)]
+
+
+class MetricWriter:
+    """Writes metrics to the first of several places; when that one does not start, fails or hangs, to the next.
+
+    places are (name, a function that returns write(step, values) and close(failed)). No call waits, but for close.
+    """
+
+    patience_s = 240.0  # with one call of a place, W&B's start included
+    close_timeout_s, next_timeout_s = 15.0, 10.0  # for the place that is written to, and for each that follows it
+    max_waiting = 100_000  # writes
+    num_recent = 2_000  # writes that the next place gets again: the one before may have died with them in its buffers
+    gave_up = False  # on some place, whose threads may never end
+
+    def __init__(self, *places: tuple[str, Callable]) -> None:
+        self.places = list(places)  # that are left
+        self.place: MetricPlace | None = None
+        self.num_dropped = 0
+        self._next_place([])
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        if self.place is None:
+            return
+        problem = self.place.problem(self.patience_s if self.places else math.inf)  # the last one may come back
+        is_full = self.place.waiting.qsize() >= self.max_waiting
+        if problem or is_full and self.places:
+            self._give_up(problem or "does not keep up")
+        elif is_full:
+            self.num_dropped += 1
+            if self.num_dropped == 1:
+                logger.warning("%s does not keep up: metrics are lost. The training goes on", self.place.place)
+            return
+        if self.place is not None:
+            self.place.waiting.put((step, values))
 
     def close(self, failed: bool) -> None:
-        """Write what is left and close the backend, in bounded time."""
-        with contextlib.suppress(queue.Full):
-            self.queue.put(failed, timeout=1)
-        self.join(self.close_timeout_s)
-        if self.is_alive():
-            MetricWriter.hung = True
-            left = [self.item] if isinstance(self.item, tuple) else []
-            while not self.queue.empty():
-                left.append(self.queue.get_nowait())
-            self._next_backend("did not finish in time")
-            fallback = MetricWriter(*self.backends)
-            for item in left if self.backends else ():
-                fallback.queue.put(item)
-            fallback.queue.put(failed)
-            fallback.join(self.close_timeout_s / 3)
+        """Write what is left and close the place, in bounded time."""
+        timeout_s = self.close_timeout_s
+        while self.place is not None:
+            self.place.waiting.put(failed)
+            self.place.join(timeout_s)
+            if self.place.is_closed:
+                return
+            self._give_up(self.place.problem(math.inf) or f"did not finish within {timeout_s:.0f} s")
+            timeout_s = self.next_timeout_s
 
-    def run(self) -> None:
-        while self.backends:
-            try:
-                write, close = self.backends[0][1]()
-                while not isinstance(self.item, bool):
-                    if self.item is not None:
-                        write(*self.item)
-                    self.item = self.queue.get()
-                return close(self.item)
-            except BaseException as error:  # wandb raises what it likes; none of it may end the training
-                self._next_backend(f"failed ({type(error).__name__}: {error})")
+    def _give_up(self, problem: str) -> None:
+        MetricWriter.gave_up = True
+        then = f"what it has not taken goes to {self.places[0][0]}" if self.places else "no metrics are written"
+        logger.warning("%s %s; %s. The training goes on", self.place.place, problem, then)
+        left = self.place.leave()
+        end_wandb_service()
+        self._next_place(left)
 
-    def _next_backend(self, what: str) -> None:
-        if self.backends:
-            (where, _), *self.backends = self.backends
-            then = f"what it has not taken goes to {self.backends[0][0]}" if self.backends else "no metrics are written"
-            logger.warning("%s %s; %s. The training goes on", where, what, then)
+    def _next_place(self, writes: list[tuple]) -> None:
+        self.place = MetricPlace(*self.places.pop(0), writes) if self.places else None
+
+
+def end_wandb_service() -> None:
+    """Told to end, W&B's service writes what it holds back into its file; it would not when this process just ended."""
+    with contextlib.suppress(psutil.Error):
+        services = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("wandb-")]
+        for service in services:
+            service.terminate()
+        for service in psutil.wait_procs(services, timeout=2)[1]:
+            service.kill()
 
 
 def leave_hung_writer() -> None:
-    """The very end: Python would wait for the threads of a writer that hangs, so the process ends without them."""
-    if MetricWriter.hung:
+    """The very end: Python, and wandb at exit, would wait for what hangs, so the process ends without them."""
+    if MetricWriter.gave_up:
         error = sys.exc_info()[1]
+        code = error.code if isinstance(error, SystemExit) else error
         if error is not None and not isinstance(error, SystemExit):
             sys.excepthook(*sys.exc_info())
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error.code if isinstance(error, SystemExit) else int(error is not None))
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+class EventFile:
+    """TensorBoard's file of this start. Each record goes to the system at once, so a killed process loses none.
+
+    What the disk does not take waits in memory and is tried again with the next record, from the same place in the
+    file: readers never meet half a record with another one behind it.
+    """
+
+    max_waiting = 100_000  # records
+
+    def __init__(self, run_dir: Path, purge_step: int | None) -> None:
+        """Readers drop what earlier starts wrote from purge_step on."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self.path = run_dir / f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
+        self.descriptor, self.size = -1, 0  # -1: to be opened; size of the whole records in it
+        self.waiting: collections.deque = collections.deque()
+        self.num_lost, self.has_failed = 0, False
+        self.add(Event(file_version="brain.Event:2"))
+        if purge_step is not None:
+            self.add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One event for all values of a step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in values.items()])
+        self.add(Event(step=step, summary=summary))
+
+    def add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        event.wall_time = time.time()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        if len(self.waiting) < self.max_waiting:
+            self.waiting.append(record.getvalue())
+        else:
+            self.num_lost += 1
+        try:
+            self.write_waiting()
+        except OSError as error:
+            if not self.has_failed:  # said once, however often the disk comes and goes
+                self.has_failed = True
+                logger.warning("TensorBoard's file %s cannot be written (%s). The training goes on; metrics wait in"
+                               " memory until the disk takes them", self.path, error.strerror)
+
+    def write_waiting(self) -> None:
+        try:
+            while self.waiting:
+                if self.descriptor < 0:
+                    self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                os.lseek(self.descriptor, self.size, os.SEEK_SET)
+                rest = memoryview(self.waiting[0])
+                while rest:
+                    rest = rest[os.write(self.descriptor, rest) :]
+                self.size += len(self.waiting.popleft())
+        except OSError:
+            self.close_descriptor()  # one of a network file system may never work again
+            raise
+
+    def close_descriptor(self) -> None:
+        if self.descriptor >= 0:
+            descriptor, self.descriptor = self.descriptor, -1
+            os.close(descriptor)
+
+    def close(self, failed: bool) -> None:
+        """One more try; some file systems say only here that they have not kept what they took."""
+        self.write_waiting()
+        self.close_descriptor()
 
 
 def open_tensorboard(run_dir: Path, purge_step: int | None) -> tuple[Callable, Callable]:
-    """One event file for this start; readers drop what earlier starts wrote from purge_step on."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from torch.utils.tensorboard import SummaryWriter
-
-    board = SummaryWriter(str(run_dir), purge_step=purge_step)
-
-    def write(step: int, values: dict[str, float]) -> None:
-        # One event for all values of a step: add_scalar would write an event for each.
-        summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in values.items()])
-        board.file_writer.add_summary(summary, step)
-
-    return write, lambda failed: board.close()
+    file = EventFile(run_dir, purge_step)
+    return file.write, file.close
 
 
 def open_wandb(recipe: Recipe, run_dir: Path, config: dict, run_id: str) -> tuple[Callable, Callable]:
     """A W&B run that never prompts: without a key it is offline."""
     import wandb
 
-    settings = wandb.Settings(disable_code=True, disable_git=True, init_timeout=120)
+    # wandb's copy of the console would be written by whoever prints: training would stop where its service does.
+    settings = wandb.Settings(console="off", disable_code=True, disable_git=True, init_timeout=120)
+    if "x_transaction_log_flush_interval" in type(settings).model_fields:
+        settings.x_transaction_log_flush_interval = 1.0  # seconds of metrics that a killed service takes along
     start = partial(wandb.init, project=recipe.wandb_project, group=recipe.group, name=recipe.wandb_name or run_dir.name,
                     id=run_id, resume="allow", dir=str(run_dir), config=as_plain(config), settings=settings)
     mode, problem = os.environ.get("WANDB_MODE") or None, ""
@@ -1373,7 +1496,12 @@ def open_wandb(recipe: Recipe, run_dir: Path, config: dict, run_id: str) -> tupl
                        problem, Path(run.dir).parent)
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    return (lambda step, values: run.log({**values, "step": step})), (lambda failed: run.finish(int(failed)))
+
+    def close(failed: bool) -> None:
+        run.finish(int(failed))
+        wandb.teardown()  # else wandb waits for its service when Python ends, for as long as that takes
+
+    return (lambda step, values: run.log({**values, "step": step})), close
 
 
 def as_plain(value: Any) -> Any:
@@ -2702,12 +2830,21 @@ def start_run(recipe: Recipe) -> tuple[World, Start, Stopper]:
 
 
 def leave(world: World, stopper: Stopper) -> None:
-    """Leave the process group together."""
+    """Leave the process group together, and end the process.
+
+    Left to itself the interpreter aborts in one of some ten to forty clean ends of DDP on gloo ("terminate called
+    without an active exception", torch 2.13): its C++ objects are destroyed while their threads still run. So Python's
+    own exit functions are called here, and nothing after them.
+    """
     if world.store is not None:
         dist.barrier(group=world.hosts)
-        time.sleep(0.2)
         dist.destroy_process_group()
     stopper.close()
+    if world.store is not None:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 @record

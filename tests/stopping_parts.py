@@ -1,0 +1,86 @@
+"""Models, data and hooks for the tests of checkpoints, resume and stopping: every kind of random number is drawn."""
+
+import logging
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+class NoisyPoints(Dataset):
+    """Points with noise of Python's, NumPy's and torch's generators; `index` tells the order of the samples."""
+
+    def __init__(self, num_samples: int = 64, sleep_s: float = 0.0):
+        self.x = torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(5))
+        self.sleep_s = sleep_s
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        time.sleep(self.sleep_s)
+        noise = 0.1 * (torch.randn(4) + random.random() + float(numpy.random.rand()))
+        return {"x": self.x[index] + noise, "index": torch.tensor(index)}
+
+
+class DropoutNet(nn.Module):
+    """BatchNorm and dropout; size: values of a parameter that only makes the checkpoint larger."""
+
+    def __init__(self, size: int = 0, width: int = 8, eval_sleep_s: float = 0.0):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3)
+        self.last = nn.Linear(width, 1)
+        self.register_buffer("ballast", torch.rand(size))
+        self.eval_sleep_s = eval_sleep_s
+
+    def forward(self, x, index=None):
+        if not self.training:
+            time.sleep(self.eval_sleep_s)
+        y = self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+        return {"loss": (y - x.sum(1, keepdim=True)).square().mean(), "index": index}
+
+
+class Journal:
+    """Writes what each rank's step saw, draws random numbers, and does harm when told to.
+
+    at: step of the harm on rank `on_rank`, in attempt `in_attempt`; harm: "kill", "raise", "hang" or "nan".
+    step_sleep_s: makes a step longer.
+    """
+
+    def __init__(self, harm: str = "", at: int = 0, on_rank: int = 0, in_attempt: int = 0, step_sleep_s: float = 0.0):
+        here = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == in_attempt and RANK == on_rank
+        self.harm, self.at, self.step_sleep_s = (harm if here else ""), at, step_sleep_s
+
+    def before_epoch(self, state):
+        random.random(), torch.rand(1)
+
+    def before_step(self, state):
+        if state.step == self.at and self.harm == "nan":
+            state.batch["x"].fill_(float("nan"))
+
+    def after_step(self, state):
+        time.sleep(self.step_sleep_s)
+        draw = torch.rand(()).item() + random.random() + float(numpy.random.rand())
+        line = [state.step, state.epoch, state.lr, state.outputs["loss"].item(), state.outputs["index"].tolist(), draw]
+        with open(Path(state.run_dir) / f"journal.rank{RANK}.txt", "a") as file:
+            file.write(f"{line}\n")
+        if state.step == self.at and self.harm:
+            self.do_harm()
+        return {"journal/draw": draw}
+
+    def do_harm(self):
+        if self.harm == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.harm == "raise":
+            raise ArithmeticError("told to fail")
+        if self.harm == "hang":
+            logging.getLogger("test").warning("hanging")
+            time.sleep(600)
