@@ -913,11 +913,13 @@ class _Watch:
     # -- faulthandler's timer: it speaks when C code holds the GIL, and there is one a process
 
     def _timer_is_free(self) -> bool:
-        if _timer_threads():
-            _log.warning("tracing of rank %d: faulthandler.dump_traceback_later is in use by somebody else, who keeps it: "
-                         "no stacks when C code hangs with the GIL", self.tracer.who["rank"])
-            return False
-        return True
+        for _ in range(10):   # a cancelled timer's thread takes a moment to go
+            if not _timer_threads():
+                return True
+            time.sleep(0.01)
+        _log.warning("tracing of rank %d: faulthandler.dump_traceback_later is in use by somebody else, who keeps it: "
+                     "no stacks when C code hangs with the GIL", self.tracer.who["rank"])
+        return False
 
     def arm(self) -> None:
         """Have C write all stacks unless we come back in time."""
