@@ -1232,6 +1232,11 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
     begins, ends = [p.first_ts for p in mains if p.first_ts], [p.last_ts for p in mains if p.last_ts]
     steps = [s for p in mains for s in (p.first_step, p.last_step) if s is not None]
     states = {id(p): state_of(p, mains, now_us) for p in mains}
+    findings = find(run, mains, now_us)
+    if findings[0]["kind"] == "stall":
+        # The others only wait for these.
+        states.update((id(p), "waiting") for p in mains
+                      if states[id(p)] == "stalled" and p.rank not in findings[0]["ranks"])
     ranks = [rank_numbers(p, states[id(p)]) for p in mains]
     there = {p.rank for p in mains}
     missing = [rank for rank in run.expected if rank not in there]
@@ -1242,7 +1247,7 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
         "world_size": run.world_size, "hosts": sorted({p.header["host"] for p in mains if p.header.get("host")}),
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
         "began_ts": min(begins, default=None), "wall_s": (max(ends, default=0) - min(begins, default=0)) / 1e6,
-        "findings": find(run, mains, now_us), "ranks": ranks,
+        "findings": findings, "ranks": ranks,
         "open_spans": [span for p in mains for span in open_spans(p, now_us if p in alive else p.last_ts)],
         "phases": phase_numbers(run, mains, phase), "clocks": clock_offsets(mains),
         "errors": [error for p in run.processes for error in errors_of(p)],
@@ -1536,18 +1541,19 @@ def telling_phase(mains: Sequence[Process]) -> Optional[str]:
     Per step and rank, deviations from the ranks' median: of a phase, y, and of the rest, x. In a waiting phase y = -x,
     and it is the few (late) ranks whose y is below zero. Nothing to tell from: the largest one named like a backward.
     """
-    per_rank = {p.rank: {key[1]: (own, wait) for key, own, wait in meetings(p, "")} for p in mains}
-    common = sorted(set.intersection(*(set(steps) for steps in per_rank.values()))) if per_rank else []
-    common = common[::len(common) // 300 + 1]
-    names = Counter()
-    for steps in per_rank.values():
+    chosen = mains[::len(mains) // 32 + 1]
+    stride = max((p.last_step - p.first_step for p in chosen if p.last_step is not None), default=0) // 300 + 1
+    per_rank = [{step: own for (_, step, _), own, _ in meetings(p, "") if step % stride == 0} for p in chosen]
+    common = sorted(set.intersection(*map(set, per_rank))) if per_rank else []
+    names: Counter = Counter()
+    for steps in per_rank:
         for step in common:
-            names.update(steps[step][0])
+            names.update(steps[step])
     best: Tuple[float, Optional[str]] = (0.0, None)
     for name in names if len(per_rank) > 1 else ():
         sxy = sxx = syy = skew = 0.0
         for step in common:
-            owns = [steps[step][0] for steps in per_rank.values()]
+            owns = [steps[step] for steps in per_rank]
             part = [own.get(name, 0.0) for own in owns]
             rest = [sum(own.values()) - y for own, y in zip(owns, part)]
             y0, x0 = median_of(part), median_of(rest)
@@ -1710,14 +1716,14 @@ class Judge:
 
     def look_at(self, kind: str, steps: Sequence[int], ranks: Iterable[int]) -> List[Dict[int, Dict[str, float]]]:
         """The work before the meetings in these steps once more, phase by phase: {rank: {phase: us}} for each step."""
-        wanted = {step for step in steps if (kind, step) not in self.owns}
-        for p in self.mains if wanted else ():
-            for (of_kind, step, _), own, _ in meetings(p, self.wait_phase):
+        ranks = set(ranks)
+        for p in self.mains:
+            wanted = {step for step in steps if p.rank not in self.owns.get((kind, step), ())} if p.rank in ranks else ()
+            for (of_kind, step, _), own, _ in meetings(p, self.wait_phase) if wanted else ():
                 if of_kind == kind and step in wanted:
                     summed = self.owns.setdefault((kind, step), {}).setdefault(p.rank, {})
                     for phase, us in own.items():
                         summed[phase] = summed.get(phase, 0.0) + us
-        ranks = set(ranks)
         return [{r: own for r, own in self.owns.get((kind, step), {}).items() if r in ranks} for step in steps]
 
     def some_ranks(self, near: int) -> List[int]:
