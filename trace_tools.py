@@ -1234,9 +1234,10 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
     states = {id(p): state_of(p, mains, now_us) for p in mains}
     findings = find(run, mains, now_us)
     if findings[0]["kind"] == "stall":
-        # The others only wait for these.
-        states.update((id(p), "waiting") for p in mains
-                      if states[id(p)] == "stalled" and p.rank not in findings[0]["ranks"])
+        # These stand still; the others only wait for them.
+        culprits = set(findings[0]["ranks"])
+        states.update((id(p), "stalled" if p.rank in culprits else "waiting") for p in mains
+                      if p.rank in culprits or states[id(p)] == "stalled")
     ranks = [rank_numbers(p, states[id(p)]) for p in mains]
     there = {p.rank for p in mains}
     missing = [rank for rank in run.expected if rank not in there]
