@@ -193,8 +193,9 @@ def from_torchtitan(r: dict) -> dict:
     kind = r.get("log_type_name")
     if not isinstance(kind, str):
         return r
-    ts = r.get("time_us") or (r.get("time_ms") or 0) * 1000
-    out = {"ph": "i", "ts": ts, "name": kind, "order": r.get("seq_id", ts)}
+    ts = r.get("time_us", r.get("time_ms"))
+    ts = ts * 1000 if "time_us" not in r and type(ts) is int else ts
+    out = {"ph": "i", "ts": ts, "name": kind, "order": r.get("seq_id", ts) if is_time(ts) else None}
     if r.get("step") is not None:
         out["step"] = r["step"]
     if r.get("tid") != r.get("pid"):
@@ -229,6 +230,8 @@ def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str, unreadable: U
         try:
             key = "order" if batch and "order" in batch[0] else "ts"
             keys = [r[key] for r in batch]
+            if set(map(type, keys)) - {int} or not 0 <= min(keys, default=0) <= max(keys, default=0) < LARGEST:
+                raise TypeError("some of it is no time")
             tidy = keys == sorted(keys)
         except (KeyError, TypeError):
             usable = with_time_stamps(batch)
@@ -260,12 +263,14 @@ def with_time_stamps(records: List[dict]) -> List[dict]:
     for record in records:
         if record.get("ph") == "D":
             record["ts"] = before
-        before = record.get("order", record.get("ts"))
-        if type(before) in (int, float):
+        if is_time(record.get("ts")) and is_time(record.get("order", 0)):
             usable.append(record)
-        else:
-            before = order_of(usable[-1]) if usable else 0
+            before = order_of(record)
     return usable
+
+
+def is_time(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LARGEST
 
 
 def order_of(record: dict) -> float:
@@ -513,7 +518,7 @@ class Process:
         """Take the header and the repeated begins of spans still open off the first records of a file."""
         if not batch or batch[0].get("ph") != "M":
             return batch
-        header = batch[0]
+        header = usable_header(batch[0])[0]
         at = 1
         while at < len(batch) and batch[at].get("ph") == "B" and is_earlier(batch[at], header):
             at += 1
@@ -539,7 +544,7 @@ class Process:
             self.streams.setdefault(where, Stream(*where)).reopen(stack, self.sink)
         if self.main.mark is None:
             self.main.mark = header.get("ts")
-        return [header] + batch[at:]
+        return batch[:1] + batch[at:]
 
     def feed(self, records: List[dict]) -> None:
         remaining = iter(records)
@@ -727,7 +732,10 @@ class Process:
                     entry["err"] = r["err"]
                     break
         elif ph == "M":
-            self.header.update((k, v) for k, v in r.items() if v is not None)
+            header, bad = usable_header(r)
+            self.header.update((k, v) for k, v in header.items() if v is not None)
+            if bad:
+                raise ValueError(f"header: {', '.join(bad)}")
         elif ph == "D":
             if "name" in r and "tid" not in r:
                 self.sites[r["name"]] = r["at"]
@@ -750,10 +758,10 @@ class Process:
                     break
         elif name == "heartbeat":
             self.beats += 1
-            self.instants[name] = r
+            self.instants[name] = with_args(r)
         else:
             if name in ("stacks", "signal", "process_end"):
-                self.instants[name] = r
+                self.instants[name] = with_args(r)
             if self.sink is not None:
                 self.sink.instant(stream, r)
 
@@ -859,7 +867,7 @@ class StepPattern:
         """From the last step that is there from its first line to its last, and that is plain enough; or None."""
         lines = text.split("\n")
         begins = [i for i, r in enumerate(records) if r.get("ph") == "B" and "step" in r and "tid" not in r
-                  and (i == 0 or records[i - 1].get("step", r["step"] - 1) != r["step"])]
+                  and (i == 0 or records[i - 1].get("step") != r["step"])]
         for first, end in list(zip(begins, begins[1:]))[:-6:-1]:
             try:
                 return cls(records[first:end], lines[first:end])
@@ -879,7 +887,7 @@ class StepPattern:
             before, found, after = line.partition(number + '"args":')
             if not found or "{" in after[1:]:
                 raise ValueError("nested")
-            return re.escape(before) + '"ts":\\d+,' + self.step_text() + ',"args":({[^{}\\n]*})}\\n'
+            return re.escape(before) + '"ts":\\d{1,16},' + self.step_text() + ',"args":({[^{}\\n]*})}\\n'
         self.num_ts += 1
         self.groups.append("ts")
         top = self.open[-1] if self.open else None
@@ -907,7 +915,7 @@ class StepPattern:
                 self.own.append((r["name"], now - 1, now))
             self.name = r["name"]
         text = re.escape(line)
-        for field, group in (("ts", "(\\d+)"), ("step", None), ("dur", "(\\d+)")):
+        for field, group in (("ts", "(\\d{1,16})"), ("step", None), ("dur", "(\\d{1,16})")):
             if field in r:
                 number = re.escape(f'"{field}":{r[field]}')
                 if text.count(number) != 1 or type(r[field]) is not int:
@@ -923,7 +931,7 @@ class StepPattern:
         if "step" in self.groups:
             return '"step":(?P=step)'
         self.groups.append("step")
-        return '"step":(?P<step>\\d+)'
+        return '"step":(?P<step>\\d{1,16})'
 
     def record(self, match) -> Optional[dict]:
         """The step as one record, unless its time goes back in between."""
@@ -1000,13 +1008,43 @@ class StackFile:
         self.signal_at_death = bool(tail) and not fatal and "Timeout (" not in tail
 
 
+def with_args(r: dict) -> dict:
+    """An instant whose args are a dict, and lists in it lists, whatever was in the file."""
+    args = r["args"] if isinstance(r.get("args"), dict) else {}
+    wrong = [key for key in ("frames", "threads") if not isinstance(args.get(key, []), list)]
+    return {**r, "args": {k: v for k, v in args.items() if k not in wrong}}
+
+
 def checked(r: dict) -> Tuple[str, int]:
     """Name and time of a record whose fields have the types that they must have. Raises ValueError else."""
     name, ts = r["name"], r["ts"]
     for field, kind in (("name", str), ("ts", int), ("step", int), ("dur", int), ("tid", (int, str)), ("task", str)):
-        if field in r and not isinstance(r[field], kind):
-            raise ValueError(f"{field}: {r[field]!r:.50}")
+        value = r.get(field, 0 if kind is int else "")
+        if not isinstance(value, kind) or (kind is int and not -LARGEST < value < LARGEST):
+            raise ValueError(f"{field}: {value!r:.50}")
     return name, ts
+
+
+def usable_header(header: Dict[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
+    """The fields of a header that have the type, and about the size, that they must have; and the names of the others."""
+    good, bad = {}, []
+    for field, value in header.items():
+        least, kind = HEADER_FIELDS.get(field, (None, object))
+        if value is None or isinstance(value, kind) and (least is None or least <= value < (
+                RANKS_MAX if field in ("rank", "world_size") else LARGEST)):
+            good[field] = value
+        else:
+            bad.append(field)
+    return good, bad
+
+
+LARGEST = 10 ** 16  # microseconds, steps: more is damage
+RANKS_MAX = 1 << 17
+HEADER_FIELDS = {  # least value, type
+    "ts": (0, int), "mono_us": (0, int), "rank": (0, int), "local_rank": (0, int), "world_size": (1, int), "pid": (0, int),
+    "node": (0, int), "attempt": (0, int), "part": (0, int), "heartbeat_s": (0, (int, float)), "v": (0, (int, float)),
+    "stall_timeout_s": (0, (int, float)), "host": (None, str), "source": (None, str), "run": (None, str),
+    "boot_id": (None, str), "continues": (None, str), "worker": (None, (int, str))}
 
 
 def is_earlier(record: dict, header: dict) -> bool:
@@ -1063,14 +1101,14 @@ def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
                                   host=first.get("host_name"), pid=first.get("pid"), source=first.get("source"),
                                   ts=from_torchtitan(first)["ts"])
                 elif "ph" in first:
-                    known = first if first["ph"] == "M" else {"ts": first.get("ts")}
+                    known = usable_header(first)[0] if first["ph"] == "M" else {"ts": first.get("ts")}
                     header.update((k, v) for k, v in known.items() if v is not None)
                 else:
                     continue
-                if isinstance(header.get("ts"), (int, float)):
-                    return header
+                if isinstance(header.get("ts"), int):
+                    return usable_header(header)[0]
     header.pop("ts", None)
-    return header
+    return usable_header(header)[0]
 
 
 def choose_run(candidates: List[Candidate], run: Optional[str], attempt: Optional[int]):
@@ -1441,7 +1479,8 @@ COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|model|loss|grad|tr
 BESIDES = re.compile(r"data|load|fetch|batch|input|read|token|augment|next|copy|to_|h2d|hook|callback|log|metric|write", re.I)
 COLLECTIVE = re.compile(r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|sum", re.I)
 BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
-PIPELINE = re.compile(r"pipeline|recv|send|p2p|(^|_)(pp|stage)(_|$|\d)", re.I)
+PIPELINE = re.compile(r"pipeline|p2p|(recv|send)_?(f|b|act|grad|prev|next)|(^|_)pp(_|$|\d)|(^|_)stage_?\d", re.I)
+NO_PHASE = "the end of the step"  # stands for the waiting where no phase is known to hold it
 
 
 def median_low(values: Sequence[float]) -> float:
@@ -1457,11 +1496,11 @@ class Meetings:
     """All meetings of one kind that the same ranks came to; a column of numbers for each rank, all of one length."""
 
     def __init__(self, kind: str, told: bool):
-        self.kind, self.told = kind, told
+        self.kind, self.told = kind, told  # the spans' name, and whether they tell when own work is done
         self.steps = array("q")
         self.work: Dict[int, array] = {}  # microseconds since the last meeting, without what is set apart
         self.transfer = array("f")  # the least waiting: nobody waits for itself
-        self.wait_us: Counter = Counter()
+        self.num_seen = 0  # ranks that ever came
 
     def columns(self) -> List[array]:
         return [self.work[rank] for rank in sorted(self.work)]
@@ -1504,7 +1543,6 @@ def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meeti
     found: Dict[str, Dict[tuple, int]] = {}
     columns: Dict[Tuple[str, int], array] = {}
     least: Dict[str, array] = {}
-    waits: Dict[str, Counter] = {}
     for p in mains:
         for (kind, step, number), own, wait_us in meetings(p, wait_phase):
             if step < 0:
@@ -1519,11 +1557,11 @@ def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meeti
             while len(waited) <= at:
                 waited.append(math.inf)
             waited[at] = min(waited[at], wait_us)
-            waits.setdefault(kind, Counter())[p.rank] += wait_us
     tracks = []
     for kind, index in found.items():
         counts = {rank: sum(v == v for v in c) for (k, rank), c in columns.items() if k == kind}
-        members = [rank for rank, count in counts.items() if count >= 0.9 * max(counts.values())]
+        # A rank whose trace lacks much is left out, so that the others can be compared.
+        members = [rank for rank, count in counts.items() if count >= 0.5 * max(counts.values())]
         told = any((kind, True) in p.rows for p in mains)
         track = Meetings(kind, told)
         whole = [(key, at) for key, at in sorted(index.items())
@@ -1531,7 +1569,7 @@ def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meeti
         track.steps.extend(step for (step, _), _ in whole)
         track.transfer.extend(least[kind][at] for _, at in whole)
         track.work = {r: array("f", [columns[kind, r][at] for _, at in whole]) for r in members}
-        track.wait_us = waits[kind]
+        track.num_seen = len(counts)
         tracks.append(track)
     return tracks
 
@@ -1627,12 +1665,8 @@ def warm_up(work_per_step: Sequence[float]) -> int:
     return min(max(3, first), n // 5)
 
 
-def late_stretch(late: Sequence[float], floor_us: float) -> Tuple[int, int]:
-    """The longest stretch of meetings that a rank is late at, as [first, last): the maximal sum above half its height."""
-    ordered = sorted(late)
-    high = ordered[int(0.9 * (len(ordered) - 1))]
-    if high < floor_us:
-        return 0, len(late) if ordered[len(ordered) // 2] >= floor_us else 0
+def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[int, int]:
+    """The longest stretch of meetings that a rank is late at, as [first, last): the largest sum above half of high."""
     cut = max(floor_us, high) / 2
     best, best_range, total, begin = 0.0, (0, 0), 0.0, 0
     for i, value in enumerate(late):
@@ -1645,6 +1679,18 @@ def late_stretch(late: Sequence[float], floor_us: float) -> Tuple[int, int]:
     return (0, len(late)) if last - first > 0.93 * len(late) else (first, last)
 
 
+def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optional[Tuple[int, int, float, float]]:
+    """[first, last) of the meetings that a rank is late at, all along or for a part of the run; its lateness and z."""
+    ordered = sorted(late)
+    for part in (0.9, 0.97, 0.99):  # the slow part of the run may be short
+        high = ordered[int(part * (len(ordered) - 1))]
+        first, last = late_stretch(late, high, floor_us) if high >= floor_us else (0, len(late))
+        tested = is_persistent(late[first:last], floor_us, step_us, last - first < len(late))
+        if tested:
+            return (first, last, *tested)
+    return None
+
+
 def is_persistent(late: Sequence[float], floor_us: float, step_us: float, is_part: bool) -> Optional[Tuple[float, float]]:
     """(median lateness, z) when a rank is late all along: z = median sqrt(n) / (1.2533 noise), and in every block.
 
@@ -1652,9 +1698,11 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float, is_par
     Few meetings, or only a part of the run, need a plain case: a tenth of a step.
     """
     n = len(late)
+    if n < (1.5 * FEW_MEETINGS if is_part else FEW_MEETINGS):
+        return None
     middle = median_low(late)
     z = middle * math.sqrt(n) / (1.2533 * noise_of(late, middle))
-    if n < (1.5 * FEW_MEETINGS if is_part else FEW_MEETINGS) or z < MIN_Z:
+    if z < MIN_Z:
         return None
     if n < MIN_MEETINGS or is_part:
         floor_us = max(floor_us, 0.1 * step_us, 2 * LATE_US)
@@ -1672,7 +1720,7 @@ class Judge:
         self.mains = [p for p in mains if p.rank is not None]
         self.hosts = {p.rank: p.header.get("host") for p in self.mains}
         self.is_marked = is_marked(self.mains)
-        self.wait_phase = None if self.is_marked else telling_phase(self.mains) or ""
+        self.wait_phase = None if self.is_marked else telling_phase(self.mains) or NO_PHASE
         tracks = [t for t in tracks_of(self.mains, self.wait_phase) if len(t.steps)]
         self.is_pipeline = has_stages(self.mains, tracks)
         self.on_device = self.device_tracks(tracks)
@@ -1697,7 +1745,6 @@ class Judge:
         track.steps = array("q", steps)
         track.work = {rank: array("f", [d[s][0] for s in steps]) for rank, d in timed.items()}
         track.transfer = array("f", [min(d[s][1] for d in timed.values()) for s in steps])
-        track.wait_us = Counter({rank: sum(d[s][1] for s in steps) for rank, d in timed.items()})
         tracks[:] = [track]
         return True
 
@@ -1738,8 +1785,8 @@ class Judge:
         for owns in self.look_at(kind, chosen, self.some_ranks(rank) if usual is None else [rank, *usual]):
             rest = [own for r, own in owns.items() if r != rank] or [{}]
             for phase in set().union(*owns.values()) if rank in owns else ():
-                usual = median_low([own.get(phase, 0.0) for own in rest])
-                excess.setdefault(phase, []).append(owns[rank].get(phase, 0.0) - usual)
+                theirs_us = median_low([own.get(phase, 0.0) for own in rest])
+                excess.setdefault(phase, []).append(owns[rank].get(phase, 0.0) - theirs_us)
         known = {phase: median_low(v + [0.0] * (len(chosen) - len(v))) for phase, v in excess.items()}
         if self.on_device:
             # The host's phases explain a part of what the device was late; the rest is the device's own.
@@ -1748,7 +1795,6 @@ class Judge:
                     for i, step in enumerate(of.steps) if step in set(chosen)]
             known["device"] = median_low(late) - sum(v for v in known.values() if v > 0)
         return sorted(((us, phase) for phase, us in known.items()), reverse=True)
-
 
     def name_of(self, phase: str) -> str:
         return loop_name(self.run, phase)
@@ -1779,8 +1825,8 @@ def is_marked(mains: Sequence[Process]) -> bool:
 def has_stages(mains: Sequence[Process], tracks: Sequence[Meetings]) -> bool:
     """Pipeline stages differ by design: some meetings are only some ranks', or phases are named so."""
     usual = max((len(t.steps) for t in tracks), default=0)
-    some = any(len(t.work) < len(mains) and len(t.steps) > usual / 2 for t in tracks)
-    return some or any(PIPELINE.search(plain_name(key)) for p in mains for key in p.own_us)
+    apart = any(t.num_seen < len(mains) and len(t.steps) > usual / 2 for t in tracks)
+    return apart or any(PIPELINE.search(plain_name(key)) for p in mains for key in p.own_us)
 
 
 # ---- The verdict: findings about the time that steps take ------------------------------------------------------------
@@ -1838,18 +1884,16 @@ def always_late(judge: Judge) -> List[Late]:
             late = [array("f", map(sub, column, ref)) for column in columns]
         else:
             late = lateness(columns)
-        shares = losses(columns)[1]
-        for rank, column, share in zip(ranks, late, shares):
+        for rank, column in zip(ranks, late):
             if judge.is_pipeline:
                 # Stages differ by design: only what changes is late.
                 usual = median_low(column[:max(len(column) // 3, 1)])
                 column = array("f", [us - usual for us in column])
-            first, last = late_stretch(column, floor_us)
-            is_part = last - first < len(column)
-            tested = is_persistent(column[first:last], floor_us, judge.step_us, is_part) if last > first else None
-            if tested and tested[0] * (last - first) >= COST_RATIO * judge.total_us:
-                cuts = [tested[0] if first <= i < last else 0.0 for i in range(len(column))]
-                found.append(Late(judge, track, rank, cuts, tested[1], [ranks[i] for i in fast] or None))
+            known = long_late(column, floor_us, judge.step_us)
+            if known and known[2] * (known[1] - known[0]) >= COST_RATIO * judge.total_us:
+                first, last, late_us, z = known
+                cuts = [late_us if first <= i < last else 0.0 for i in range(len(column))]
+                found.append(Late(judge, track, rank, cuts, z, [ranks[i] for i in fast] or None))
     return found
 
 
@@ -1886,8 +1930,8 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
             cost = sum(loss[i] for i in own)
             spikes = [i for i in own if column[i] > max(SPIKE_STEPS * judge.step_us, SPIKE_US)]
             period = period_of([track.steps[i] for i in own])
-            ratio = COST_RATIO if period else 2 * COST_RATIO  # noise has no period
-            if (len(own) >= 3 and cost >= ratio * judge.total_us and cost >= (0.2 if period else 0.6) * everything
+            num, ratio = (3, COST_RATIO) if period else (5, 2 * COST_RATIO)  # noise has no period
+            if (len(own) >= num and cost >= ratio * judge.total_us and cost >= (0.2 if period else 0.6) * everything
                     and max(column[i] for i in own) < 0.5 * cost):
                 cuts = dict((i, column[i]) for i in own)
                 found.append(("burst", Late(judge, track, rank, [cuts.get(i, 0.0) for i in range(len(loss))])))
@@ -2538,7 +2582,7 @@ def killed(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Opti
     """A process that stopped without a word while others lived to tell: SIGKILL, out of memory, os._exit."""
     silent = [f for f in fates if f.silent]
     rest = [f for f in fates if not f.silent]
-    if missing and (rest or silent):
+    if missing and any(f.gone and not f.over for f in fates):  # else they may still be on their way
         return missing_ranks("killed", missing, "all others did")
     if not silent:
         return None
