@@ -1407,43 +1407,49 @@ class EventFile:
 
     def __init__(self, run_dir: Path, purge_step: int | None) -> None:
         """Readers drop what earlier starts wrote from purge_step on."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        self.path = run_dir / f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.0"
-        self.descriptor, self.size = -1, 0  # -1: to be opened; size of the whole records in it
+        self.path = run_dir / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.descriptor, self.size = -1, 0  # -1: to be opened; bytes of the whole records in it
         self.waiting: collections.deque = collections.deque()
         self.num_lost, self.has_failed = 0, False
-        self.add(Event(file_version="brain.Event:2"))
+        self.last_step = purge_step and purge_step - 1
+        self._add(file_version="brain.Event:2")
         if purge_step is not None:
-            self.add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+            self._add(step=purge_step, session_log={"status": "START"})
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One event for all values of a step."""
+        """One event for all values."""
+        if step == self.last_step:  # an evaluation, say: what goes with every write is there already
+            values = {key: value for key, value in values.items() if key not in ("epoch", "attempt")}
+        self.last_step = step
+        self._add(step=step, summary={"value": [{"tag": key, "simple_value": value} for key, value in values.items()]})
+
+    def close(self, failed: bool) -> None:
+        """One more try; some file systems say only here that they have not kept what they took."""
+        try:
+            self._write_waiting()
+            self._close_descriptor()
+        except OSError as error:
+            raise OSError(f"{error.strerror}: {self.num_lost + len(self.waiting)} records are lost") from error
+
+    def _add(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in values.items()])
-        self.add(Event(step=step, summary=summary))
-
-    def add(self, event: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        event.wall_time = time.time()
         record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
+        RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
         if len(self.waiting) < self.max_waiting:
             self.waiting.append(record.getvalue())
         else:
             self.num_lost += 1
         try:
-            self.write_waiting()
+            self._write_waiting()
         except OSError as error:
             if not self.has_failed:  # said once, however often the disk comes and goes
                 self.has_failed = True
                 logger.warning("TensorBoard's file %s cannot be written (%s). The training goes on; metrics wait in"
                                " memory until the disk takes them", self.path, error.strerror)
 
-    def write_waiting(self) -> None:
+    def _write_waiting(self) -> None:
         try:
             while self.waiting:
                 if self.descriptor < 0:
@@ -1454,18 +1460,14 @@ class EventFile:
                     rest = rest[os.write(self.descriptor, rest) :]
                 self.size += len(self.waiting.popleft())
         except OSError:
-            self.close_descriptor()  # one of a network file system may never work again
+            with contextlib.suppress(OSError):
+                self._close_descriptor()  # one of a network file system may never work again
             raise
 
-    def close_descriptor(self) -> None:
+    def _close_descriptor(self) -> None:
         if self.descriptor >= 0:
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
-
-    def close(self, failed: bool) -> None:
-        """One more try; some file systems say only here that they have not kept what they took."""
-        self.write_waiting()
-        self.close_descriptor()
 
 
 def open_tensorboard(run_dir: Path, purge_step: int | None) -> tuple[Callable, Callable]:
@@ -1683,7 +1685,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def read_pointer(path: Path) -> Path | None:
     """The checkpoint that `latest` or `best` names, None when there is no such file or it names none."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
+    with contextlib.suppress(OSError, ValueError):  # also text that is no name
         target = path.with_name(path.read_text().strip())
         return target if target != path and target.is_file() else None
     return None
@@ -1775,12 +1777,11 @@ def write_checkpoint(folder: Path, saved: dict, keep_last: int) -> Path:
         older = [each for each in list_checkpoints(folder) if checkpoint_step(each) < saved["step"]]
         for each in list_checkpoints(folder):
             if each not in (path, best, *older[: keep_last - 1]):
-                each.unlink()
+                each.unlink(missing_ok=True)
     except (OSError, RuntimeError, RecipeError) as error:
         before = latest_checkpoint(folder, logger.warning) if folder.is_dir() else None
         left = f"; {before.name} is whole" if before else ""
-        raise CheckpointError(f"{path} cannot be written: {full_disk(folder) or str(error).splitlines()[0]}{left}"
-                              ) from error
+        raise CheckpointError(f"{path} cannot be written: {str(first_cause(error)).splitlines()[0]}{left}") from error
     return path
 
 
@@ -1794,12 +1795,12 @@ def point_at(folder: Path, saved: dict) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def full_disk(folder: Path) -> str:
-    """torch.save hides the cause when a disk is full."""
-    with contextlib.suppress(OSError):
-        free_mb = shutil.disk_usage(folder).free / 2**20
-        return f"No space left on device ({free_mb:.1f} MB free)" if free_mb < 1 else ""
-    return ""
+def first_cause(error: BaseException) -> BaseException:
+    """The operating system's error behind an exception, if there is one: torch.save hides it behind its own."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 # What a checkpoint holds.
@@ -2760,7 +2761,7 @@ class Trainer:
                     problem, error = str(failed), failed
             problem = world.gather(problem, "checkpoint_written")[0]
         if problem:
-            raise CheckpointError(problem) from error
+                raise error or CheckpointError(problem)
         self.saved_at, self.best_is_new, self.stopper.is_saving = state.step, False, False
         self.stopper.mark()
         state.paused_s += time.perf_counter() - start

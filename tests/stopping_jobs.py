@@ -94,7 +94,7 @@ class Job:
         self.process.wait()
 
 
-def until(condition, timeout_s, describe=lambda: "", process=None):
+def until(condition, timeout_s, describe=lambda: "", process=None, every_s=0.05):
     """Poll for a condition, with a bound; a process that ended will not bring it about any more."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -102,7 +102,7 @@ def until(condition, timeout_s, describe=lambda: "", process=None):
             pytest.fail(f"the job ended first, with {process.returncode}: {describe()}")
         if time.monotonic() > end:
             pytest.fail(f"not within {timeout_s} s: {describe()}")
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 def journal(run_dir, rank=0):
