@@ -1475,9 +1475,9 @@ BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000  # of
 ODD_RATIO = 0.5  # of a step, for a phase whose name says nothing
 SAMPLES = 240  # meetings that are looked at phase by phase, of each finding
 
-COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|model|loss|grad|train|step|kernel|rollout|generate", re.I)
+COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|train|step|kernel|rollout|generate", re.I)
 BESIDES = re.compile(r"data|load|fetch|batch|input|read|token|augment|next|copy|to_|h2d|hook|callback|log|metric|write", re.I)
-COLLECTIVE = re.compile(r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|sum", re.I)
+COLLECTIVE = re.compile(r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|share", re.I)
 BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
 PIPELINE = re.compile(r"pipeline|p2p|(recv|send)_?(f|b|act|grad|prev|next)|(^|_)pp(_|$|\d)|(^|_)stage_?\d", re.I)
 NO_PHASE = "the end of the step"  # stands for the waiting where no phase is known to hold it
