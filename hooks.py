@@ -84,7 +84,8 @@ class HookDispatcher:
 
     def call(self, event: str, state: Any) -> dict[str, float]:
         """Call every hook that has this event; returns its numbers as floats: at most one device sync."""
-        return to_floats(self.collect(event, state))
+        found = self.collect(event, state)
+        return to_floats(found) if found else found
 
     def collect(self, event: str, state: Any) -> dict[str, Any]:
         """Like call, but leaves 0-dim tensors where they are: no device sync, for loops that copy later."""
@@ -94,9 +95,13 @@ class HookDispatcher:
         failed = None
         for name, method in self._calls[event]:
             try:
-                with self._span(f"{name}.{event}") if self._span else contextlib.nullcontext():
+                if self._span is None:
                     returned = method(state)
-                self._merge(found, name, event, returned)
+                else:
+                    with self._span(f"{name}.{event}"):
+                        returned = method(state)
+                if returned is not None:
+                    self._merge(found, name, event, returned)
             except Exception as error:
                 step = getattr(state, "step", None)
                 text = f"hook {name!r} failed in {event} at step {step}: {type(error).__name__}: {error}"
@@ -110,8 +115,6 @@ class HookDispatcher:
 
     def _merge(self, found: dict, name: str, event: str, returned: Any) -> None:
         """Add what one hook returned, checked: a flat dict of key -> number or one-element tensor."""
-        if returned is None:
-            return
         if not isinstance(returned, Mapping):
             raise TypeError(f"it returned {type(returned).__name__}; wanted None or a dict of key -> number")
         for key, value in returned.items():
@@ -714,34 +717,40 @@ def _parameter_norms(parameters: list, norm_type: float, span: Any) -> torch.Ten
     """Norm of each whole gradient, float64, 0 where there is none; ranks meet only for sharded ones."""
     home = parameters[0].device
     wide = torch.float32 if home.type == "mps" else torch.float64
-    # One fused call for each device, type and way of sharding; mostly there is one.
+    grads = [parameter.grad for parameter in parameters]
+    kinds = {grad if grad is None else (type(grad), grad.layout, grad.device, grad.dtype) for grad in grads}
+    if len(kinds) == 1 and (kinds.pop() or ())[:2] == (torch.Tensor, torch.strided):
+        return _fused_norms(grads, norm_type).to(wide)  # the ordinary case
+
+    # One fused call for each device, type and way of sharding. Where a rank has no gradient it takes part all
+    # the same: ranks must meet for the same parameters in the same order.
     groups: dict[tuple, tuple[list[int], list[torch.Tensor]]] = {}
-    for position, parameter in enumerate(parameters):
-        grad, mesh, dims = parameter.grad, None, ()
+    for position, (parameter, grad) in enumerate(zip(parameters, grads)):
+        mesh, dims = None, ()
         if isinstance(parameter, DTensor):
             grad, mesh, dims = _local_gradient(parameter)
-        if grad is not None and grad.is_sparse:
+        if grad is None:
+            grad = torch.zeros(0, device=parameter.device, dtype=parameter.dtype)
+        if grad.is_sparse:
             grad = grad.coalesce().values()
-        # One key for all of a sharding, whatever a rank holds of it: ranks must meet in the same order.
-        device, dtype = (parameter.device, parameter.dtype) if grad is None else (grad.device, grad.dtype)
-        positions, grads = groups.setdefault((mesh, dims, device, dtype), ([], []))
+        positions, same = groups.setdefault((mesh, dims, grad.device, grad.dtype), ([], []))
         positions.append(position)
-        grads.append(grad)
-    parts, order = [], []
-    for (mesh, dims, device, dtype), (positions, grads) in groups.items():
-        nothing = torch.zeros(1, device=device, dtype=dtype)
-        values = [nothing if grad is None or grad.numel() == 0 else grad for grad in grads]
-        narrow = dtype in (torch.float16, torch.bfloat16)
-        norms = torch._foreach_norm(values, norm_type, dtype=torch.float32 if narrow else None)
-        part = torch.stack(norms).to(wide)
+        same.append(grad)
+    joined = torch.zeros(len(parameters), dtype=wide, device=home)
+    for (mesh, dims, *_), (positions, same) in groups.items():
+        norms = _fused_norms(same, norm_type).to(wide)
         if dims:
-            part = _join_shards(part, norm_type, mesh, dims, span)
-        parts.append(part.to(home))
-        order += positions
-    joined = torch.cat(parts)
-    if order != list(range(len(order))):
-        joined = torch.empty_like(joined).index_copy_(0, torch.tensor(order, device=home), joined)
+            norms = _join_shards(norms, norm_type, mesh, dims, span)
+        joined[torch.tensor(positions, device=home)] = norms.to(home)
     return joined
+
+
+def _fused_norms(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Norm of each tensor (len(grads),), in float32 where they are in half precision; of an empty one 0."""
+    if math.isinf(norm_type):  # torch knows no largest element of an empty tensor
+        grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    narrow = grads[0].dtype in (torch.float16, torch.bfloat16)
+    return torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float32 if narrow else None))
 
 
 def _local_gradient(parameter: DTensor) -> tuple:

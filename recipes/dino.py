@@ -1,14 +1,15 @@
 """Self-distillation (DINO) on the bytes of source text: what recipes/dino.yaml trains.
 
-A student learns to give masked and smaller views of a snippet the same prototypes that its teacher, a slow average
-of itself, gives the whole view. Nobody tells it what the snippets are; whether the features are worth something is
-checked by asking for the top-level package that an unseen snippet is from, by its nearest neighbours.
+A student learns to give masked and smaller views of a snippet the same prototypes that its teacher, a slow
+average of itself, gives the whole view. Nobody tells it what the snippets are; whether the features are worth
+something is checked by asking for the top-level package that an unseen snippet is from, by its neighbours.
 
 Plain PyTorch: a model, a data set, and two hooks. Caron et al., 2021; Sinkhorn assignment as in SwAV, 2020.
 """
 
 import contextlib
 import copy
+import logging
 import math
 import sysconfig
 import zlib
@@ -21,10 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+logger = logging.getLogger(__name__)
+
 MASK = 256  # the token that hides a byte; 0 to 255 are the bytes themselves
 
 
-# ---- Data ---------------------------------------------------------------------------------------------------------
+# ---- Data -----------------------------------------------------------------------------------------------------
 
 
 def source_files(path: "str | None", split: str) -> "list[Path]":
@@ -57,9 +60,12 @@ class Views(Dataset):
                  large_bytes: int = 384, small_bytes: int = 256, num_small: int = 2, mask_ratio: float = 0.2,
                  max_samples: "int | None" = None) -> None:
         if not 0 < small_bytes <= large_bytes <= snippet_bytes:
-            raise ValueError(f"small_bytes {small_bytes}, large_bytes {large_bytes}, snippet_bytes {snippet_bytes}:"
-                             f" each must be above 0 and at most the next")
-        snippets = [snippet for file in source_files(path, split) for snippet in cut(file.read_bytes(), snippet_bytes)]
+            raise ValueError(f"small_bytes {small_bytes}, large_bytes {large_bytes} and snippet_bytes"
+                             f" {snippet_bytes}: each must be above 0 and at most the next")
+        files = source_files(path, split)
+        snippets = [snippet for file in files for snippet in cut(file.read_bytes(), snippet_bytes)]
+        if not snippets:
+            raise ValueError(f"none of the {len(files)} files has {snippet_bytes} bytes (snippet_bytes)")
         apart = max(len(snippets) // (max_samples or len(snippets)), 1)
         self.snippets = torch.stack(snippets[::apart][:max_samples])  # (N, snippet_bytes) uint8
         self.large_bytes, self.small_bytes, self.num_small = large_bytes, small_bytes, num_small
@@ -90,7 +96,7 @@ def cut(text: bytes, length: int) -> "list[Tensor]":
     return list(torch.frombuffer(bytearray(text[:whole]), dtype=torch.uint8).view(-1, length)) if whole else []
 
 
-# ---- Model --------------------------------------------------------------------------------------------------------
+# ---- Model ----------------------------------------------------------------------------------------------------
 
 
 class Backbone(nn.Module):
@@ -133,8 +139,8 @@ class SelfDistillation(nn.Module):
     Args:
         width: C, the length of a feature vector.
         num_prototypes: K.
-        balance: what keeps all snippets from ending up on one prototype: "sinkhorn" shares each batch out evenly,
-            "centring" subtracts the running mean of the teacher's logits, "none" is an invitation to collapse.
+        balance: what keeps all snippets from ending up on one prototype: "sinkhorn" shares each batch out
+            evenly, "centring" subtracts the running mean of the teacher's logits, "none" invites a collapse.
         student_temperature: divides the student's logits; the teacher's comes from TeacherUpdate.
     """
 
@@ -152,7 +158,7 @@ class SelfDistillation(nn.Module):
         self.register_buffer("batch_center", torch.zeros(num_prototypes), persistent=False)
 
     def forward(self, whole: Tensor, masked: Tensor, small: Tensor) -> "dict[str, Tensor]":
-        """whole, masked (B, 2, T), small (B, S, t) -> loss in nats and, for hooks, the teacher's logits (2, B, K)."""
+        """whole, masked (B, 2, T), small (B, S, t) -> loss in nats; for hooks the teacher's logits (2, B, K)."""
         with torch.no_grad():
             logits = torch.stack([self.run(self.teacher, view) for view in whole.unbind(1)])  # (2, B, K)
             if self.training:
@@ -183,7 +189,7 @@ def sinkhorn(logits: Tensor, num_rounds: int = 3) -> Tensor:
     return shares
 
 
-# ---- Hooks --------------------------------------------------------------------------------------------------------
+# ---- Hooks ----------------------------------------------------------------------------------------------------
 
 
 class TeacherUpdate:
@@ -230,8 +236,9 @@ class TeacherUpdate:
 class NearestNeighbours:
     """After each evaluation: from which top-level package is an unseen snippet, by its neighbours' vote?
 
-    Neighbours are the num_neighbours snippets of other files whose features have the largest cosine with its own.
-    The same question to histograms of the bytes, and the share of the most frequent package, show what that is worth.
+    Neighbours are the num_neighbours snippets of other files whose features have the largest cosine with its
+    own. What that is worth show the same question to histograms of the bytes, the share of the most frequent
+    package, and the untrained features, whose accuracy is in the log at the start.
     """
 
     emits = {"val/knn_accuracy": "share", "val/knn_accuracy_bytes": "share", "val/knn_accuracy_chance": "share"}
@@ -251,17 +258,26 @@ class NearestNeighbours:
         packages = sorted(sizes, key=lambda package: (-sizes[package], package))[:num_packages]
         self.banks = {split: labelled(bank, packages, snippets_per_package) for split, bank in banks.items()}
 
-    @torch.no_grad()
+    def before_train(self, state):
+        self.measure(state, "nearest neighbours before training")
+
     def after_evaluate(self, state):
+        return {f"val/{name}": value for name, value in self.measure(state, "nearest neighbours").items()}
+
+    @torch.no_grad()
+    def measure(self, state, title: str) -> "dict[str, float]":
         (texts, labels), (unseen, truth) = self.banks["train"], self.banks["val"]
         backbone = state.model.teacher["backbone"]
         features = [torch.cat([backbone(part.to(state.device)).float().cpu() for part in bank.split(256)])
                     for bank in (texts, unseen)]
         histograms = [F.one_hot(bank, 256).sum(1).float() for bank in (texts, unseen)]
         most_frequent = Counter(truth.tolist()).most_common(1)[0][1]
-        return {"val/knn_accuracy": self.accuracy(*features, labels, truth),
-                "val/knn_accuracy_bytes": self.accuracy(*histograms, labels, truth),
-                "val/knn_accuracy_chance": most_frequent / len(truth)}
+        found = {"knn_accuracy": self.accuracy(*features, labels, truth),
+                 "knn_accuracy_bytes": self.accuracy(*histograms, labels, truth),
+                 "knn_accuracy_chance": most_frequent / len(truth)}
+        if state.rank == 0:
+            logger.info("%s: %s", title, " ".join(f"{name} {value:.3f}" for name, value in found.items()))
+        return found
 
     def accuracy(self, known: Tensor, asked: Tensor, labels: Tensor, truth: Tensor) -> float:
         center = known.mean(0)
