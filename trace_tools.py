@@ -32,7 +32,7 @@ from array import array
 from collections import Counter, deque
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from itertools import chain, repeat
+from itertools import chain, repeat, takewhile
 from operator import sub
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
@@ -41,8 +41,24 @@ LINE_BYTES_MAX = 1 << 24  # a longer line is no record
 FORMAT_VERSION = 1  # the newest trace format that this file knows
 
 # Work that one rank may do alone, or all do now and then: what happens inside is theirs, and no step is blamed for it.
-SET_APART = frozenset("evaluate evaluation eval validate validation checkpoint save save_checkpoint profile compile "
-                      "startup gc gc_collect".split())
+class ApartNames:
+    """`name in SET_APART`: evaluate, run_validation, save_checkpoint, Trainer.save, torch_compile, gc_collect ..."""
+
+    WORDS = re.compile(r"((run|do|maybe|async|torch|model|dcp)_)?(eval|evaluate|evaluation|val|validate|validation|"
+                       r"checkpoint|ckpt|save|compile|profile|startup|warm_?up|gc)"
+                       r"(_(model|checkpoint|ckpt|state|weights|step|steps|epoch|loop|collect))?", re.I)
+
+    def __init__(self):
+        self.known: Dict[str, bool] = {}
+
+    def __contains__(self, name: str) -> bool:
+        known = self.known.get(name)
+        if known is None:
+            known = self.known[name] = bool(self.WORDS.fullmatch(name.rpartition(".")[2]))
+        return known
+
+
+SET_APART = ApartNames()
 
 
 # ---- Finding and reading files ---------------------------------------------------------------------------------------
@@ -1092,7 +1108,8 @@ def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
                 start = file.read(1 << 16)
         except (OSError, EOFError, zlib.error):
             continue
-        for line in start.split(b"\n"):
+        lines = iter(start.split(b"\n"))
+        for line in lines:
             found = salvage(line.lstrip(b"\xef\xbb\xbf").strip())[0]
             if found:
                 first = found[0]
@@ -1105,8 +1122,12 @@ def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
                     header.update((k, v) for k, v in known.items() if v is not None)
                 else:
                     continue
-                if isinstance(header.get("ts"), int):
-                    return usable_header(header)[0]
+                if is_time(header.get("ts")):
+                    # The spans that were open when the file was begun are older than it.
+                    following = (salvage(line)[0][:1] for line in lines)
+                    older = takewhile(lambda found: found and is_earlier(found[0], header), following)
+                    began_ts = min((r["ts"] for (r,) in older), default=header["ts"])
+                    return {**usable_header(header)[0], "began_ts": began_ts}
     header.pop("ts", None)
     return usable_header(header)[0]
 
@@ -3239,7 +3260,7 @@ def finite(value: Any) -> Any:
 
 def export(run: Run, target: str, min_us: float = 0, profiler_files: Sequence[str] = ()) -> int:
     """Write the run as a Chrome trace, under a temporary name until it is whole; returns the number of events."""
-    origin_us = int(min(c.ts for c in run.chosen))
+    origin_us = min(c.header["began_ts"] for c in run.chosen)
     os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
     temporary = f"{target}.{os.getpid()}.tmp"
     try:

@@ -146,6 +146,23 @@ def test_unfinished_lost_and_failed_spans_are_marked(tmp_path):
     assert_nested(trace)
 
 
+def test_spans_that_are_open_where_a_rotated_file_begins(tmp_path):
+    old, new = Trace(), Trace(part=2, continues="before", ts=1000)
+    old.b("epoch", 0).b("gone", 10).b("step", 20, 1).b("data", 30, 1).i("heartbeat", 40)
+    new.name = old.name
+    new.lines += [line for line in old.lines if '"name":"epoch"' in line or '"name":"step"' in line]
+    new.begins = {name: list(ats) for name, ats in old.begins.items()}
+    new.span("forward", 1100, 1200, 1).e("step", 1300, 1).e("epoch", 1400).end(1500).write(tmp_path)
+    whole = {"epoch": 1400, "step": 1280, "forward": 100, "step 1": 1500 - 20}
+    trace = export(tmp_path)
+    assert {e["name"]: e["dur"] for e in slices(trace)} == whole
+    # With the part before the one before: what ended in between is drawn as far as it is known.
+    old.write(tmp_path, old.name() + ".2")
+    trace = export(tmp_path)
+    assert_nested(trace)
+    assert {e["name"] for e in slices(trace)} == {*whole, "gone (end lost)", "data (end lost)"}
+
+
 def test_scalars_instants_and_numbers_that_json_does_not_know(tmp_path):
     trace = Trace().span("a", 0, 10, 1, args={"x": "NaN"})
     trace.lines.append('{"ph":"C","ts":%d,"step":1,"args":{"loss":NaN,"lr":0.5,"big":1e999,"who":"me"}}' % (T0 + 5))
