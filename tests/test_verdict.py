@@ -123,6 +123,14 @@ def test_a_slow_first_step_is_warm_up(tmp_path, ranks):
     assert [f["kind"] for f in found] == ["healthy"]
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "save_model", "run_validation", "Trainer.evaluate", "torch_compile", "gc"])
+def test_what_one_rank_is_meant_to_do_is_set_apart(tmp_path, name):
+    found = findings(tmp_path / "set_apart", phases=dict(PHASES, **{name: 10}), extra=slow(0, name, 150_000, first=10, every=20))
+    assert [f["kind"] for f in found] == ["healthy"]
+    found = findings(tmp_path / "unknown", phases=dict(PHASES, other=10), extra=slow(0, "other", 150_000, first=10, every=20))
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["period"]) for f in found] == [("burst", [0], "other", 20)]
+
+
 def test_bigger_batches_are_told(tmp_path):
     found = findings(tmp_path, world=8, scale=lambda rank: 1.5 if rank == 3 else 1.0, sizes=lambda rank: 24 if rank == 3 else 16)
     assert [(f["kind"], f["ranks"]) for f in found] == [("straggler", [3])]

@@ -91,7 +91,7 @@ SLOW_JOBS = {
     "bigger_batches": (4, ["model.by_samples=4", "train_data.more_on_rank=2", "train_data.more=2"], [
         Slow("bigger_batches_rank2", "straggler", [], [2], "backward")]),
     "network": (2, ["hooks.Meeting={target: 'parts.py:Meeting', slow_ms: 18}"], [
-        Slow("slow_network", "bound", [], None, "share_loss")]),
+        Slow("slow_network", "bound", [], None)]),
     "pauses": (2, ["save_every=30", "eval_every=45", "val_data={target: 'parts.py:make_loader', num_samples: 32}"], [
         Slow("checkpoints_and_evaluations", "healthy", []),
         Slow("slow_evaluation_rank1", "healthy", [sleep("evaluate", [1], 400)])]),
