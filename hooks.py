@@ -158,15 +158,15 @@ def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
     by_device: dict[torch.device, dict[torch.dtype, list]] = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor):
-            value = value.detach()
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor: a collective
+            if isinstance(value, DTensor):
+                value = value.full_tensor()  # a collective
             same = by_device.setdefault(value.device, {}).setdefault(value.dtype, [])
-            same.append((key, value.reshape(())))
+            same.append((key, value.reshape(()) if value.dim() else value))
         else:
             result[key] = float(value)
     for device, by_dtype in by_device.items():
         wide = torch.float32 if device.type == "mps" else torch.float64
-        stacked = [torch.stack([value for _, value in group]).to(wide) for group in by_dtype.values()]
+        stacked = [torch.stack([value for _, value in group]).detach().to(wide) for group in by_dtype.values()]
         keys = [key for group in by_dtype.values() for key, _ in group]
         result.update(zip(keys, torch.cat(stacked).tolist()))  # the event's device sync
     return result
@@ -587,10 +587,11 @@ def _countable(model):
         yield name, module, parameter.requires_grad, parameter
     for name, module in clean_modules(model).items():
         # torch.ao's quantised layers keep weight and bias in a packed object, behind methods.
-        for getter in (getattr(module, "weight", None), getattr(module, "bias", None)):
-            packed = getter() if inspect.ismethod(getter) else None
-            if isinstance(packed, torch.Tensor):
-                yield name, module, False, packed
+        if type(module).__module__.startswith("torch.ao.nn.quantized"):
+            for getter in (getattr(module, "weight", None), getattr(module, "bias", None)):
+                packed = getter() if inspect.ismethod(getter) else None
+                if isinstance(packed, torch.Tensor):
+                    yield name, module, False, packed
 
 
 def _num_values(parameter: torch.Tensor) -> int:
@@ -861,7 +862,7 @@ class _OutputMonitor:
 
     def _exchange_sizes(self, sizes: list[tuple[int, int]], state) -> list[tuple[int, int]]:
         """For each module the rows on all ranks and the width, which a rank without output learns here."""
-        device = _exchange_device(state.device)
+        device = _exchange_device(getattr(state, "device", "cpu"))
         mine = torch.tensor(sizes, dtype=torch.int64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(_world_size())]
         dist.all_gather(gathered, mine)
@@ -974,7 +975,7 @@ class FeatureStdMonitor(_OutputMonitor):
             span.ready()
             local = [moments.get(name) for name in self._names]
             sizes = self._exchange_sizes([(m[0], len(m[1])) if m else (0, 0) for m in local], state)
-            device = _exchange_device(state.device)
+            device = _exchange_device(getattr(state, "device", "cpu"))
             wide = torch.float64
             sums = [m[0] * m[1].to(device) if m else torch.zeros(width, dtype=wide, device=device)
                     for m, (_, width) in zip(local, sizes)]
@@ -1086,7 +1087,7 @@ class PrototypeUsageLogger(_OutputMonitor):
             local = [counts.get(name) for name in self._names]
             sizes = self._exchange_sizes([(0, len(c)) if c is not None else (0, 0) for c in local], state)
             widths = [width for _, width in sizes]
-            device = _exchange_device(state.device)
+            device = _exchange_device(getattr(state, "device", "cpu"))
             nothing = [torch.zeros(width, dtype=torch.int64, device=device) for width in widths]
             packed = torch.cat([zeros if c is None else c.to(device) for c, zeros in zip(local, nothing)])
             dist.all_reduce(packed)
@@ -1263,8 +1264,13 @@ class ResourceUtilizationLogger:
 
     def _sample(self) -> dict[str, float]:
         latest = {}
-        for kind, source in self._sources:
-            latest.update((f"{kind}/{name}", value) for name, value in source.sample().items())
+        for kind, source in list(self._sources):
+            try:
+                latest.update((f"{kind}/{name}", value) for name, value in source.sample().items())
+            except Exception as error:  # a system without /proc, say: watching must not become the trouble
+                self._sources.remove((kind, source))
+                logger.warning("ResourceUtilizationLogger: no figures of this %s any more: %s: %s", kind,
+                               type(error).__name__, error)
         if "gpu/own_mem_mb" in latest:  # NVML knows it, but it is a figure of the process
             latest["process/gpu_mem_mb"] = latest.pop("gpu/own_mem_mb")
         return latest
