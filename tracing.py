@@ -401,6 +401,8 @@ class _Tracer:
         except OSError as error:
             self.retry_s, self.open_error = time.monotonic() + RETRY_S, error
             raise
+        if self.is_child and "multiprocessing.util" in sys.modules:   # whose children leave without atexit
+            sys.modules["multiprocessing.util"].Finalize(None, _at_exit, exitpriority=0)
 
     def _new_path(self) -> str:
         folder, rank, start = self.settings["output_dir"], self.who["rank"], datetime.datetime.now(datetime.timezone.utc)
@@ -871,7 +873,8 @@ class _Watch:
         self.stop_asked.set()
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(2.0)   # bounded: it may hang in a write to a dead file system
-        self.disarm()
+        with self.arming:
+            self.disarm()
         self.unregister()
         if self.stacks is not None:
             _close_stacks(self.stacks, self.stacks_path)
@@ -939,10 +942,10 @@ class _Watch:
             self.timer_tid = new.pop() if len(new) == 1 else None
 
     def disarm(self) -> None:
-        with self.arming:
-            if self.timer_is_ours and (self.timer_tid is None or os.path.exists(f"/proc/self/task/{self.timer_tid}")):
-                faulthandler.cancel_dump_traceback_later()
-            self.timer_tid = None
+        """Call with self.arming held."""
+        if self.timer_is_ours and (self.timer_tid is None or os.path.exists(f"/proc/self/task/{self.timer_tid}")):
+            faulthandler.cancel_dump_traceback_later()
+        self.timer_tid = None
 
     # -- the heartbeat thread
 
@@ -1071,8 +1074,8 @@ def _before_fork() -> None:
     # A child that inherits an armed timer would wait for ever for the timer's thread when it exits: CPython joins it.
     tracer = _tracer
     if tracer is not None:
-        tracer.watch.disarm()
         tracer.watch.arming.acquire()
+        tracer.watch.disarm()
 
 
 def _after_fork_in_parent() -> None:
@@ -1155,9 +1158,6 @@ def _begin_process() -> None:
         atexit.register(_at_exit)
         _excepthook, sys.excepthook = sys.excepthook, _on_exception
         _sys_exit, sys.exit = sys.exit, _on_sys_exit
-    if _tracer.is_child and "multiprocessing.util" in sys.modules:
-        # Children of multiprocessing leave without atexit.
-        sys.modules["multiprocessing.util"].Finalize(None, _at_exit, exitpriority=0)
 
 
 def _on_exception(kind: Any, error: Any, trace: Any) -> None:
