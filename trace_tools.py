@@ -61,6 +61,10 @@ class ApartNames:
 SET_APART = ApartNames()
 
 
+def is_apart(phase: Any) -> bool:
+    return not isinstance(phase, str) or phase in SET_APART
+
+
 # ---- Finding and reading files ---------------------------------------------------------------------------------------
 
 TRACE_FILE = re.compile(r"(?P<base>.+\.jsonl)(?:\.(?P<part>\d+))?(?P<gz>\.gz)?")
@@ -312,7 +316,8 @@ def without_repeats(records: List[dict]) -> List[dict]:
 # ---- Following one process -------------------------------------------------------------------------------------------
 
 class Rows:
-    """A long table in little memory, packed by 512 rows: (step, end_us, wait_us, {phase: own_us}).
+    """A long table in little memory, packed by 512 rows: (step, end_us, wait_us, {phase: own_us}, work_us), where
+    work_us is the own time without what is set apart.
 
     Durations are half-precision seconds: 2 bytes, 0.05 per cent, up to 18 hours. Steps in sequence cost nothing,
     neither do phases that did not occur. 32 bytes for a rank and step of eight phases.
@@ -326,35 +331,46 @@ class Rows:
         self.own_us: Counter = Counter()  # sums of what is packed, exact
         self.wait_us = 0
 
-    def append(self, step: int, end_us: int, wait_us: int, own_us: Dict[Any, int]) -> None:
-        self.fresh.append((step, end_us, wait_us, own_us))
+    def append(self, step: int, end_us: int, wait_us: int, own_us: Dict[Any, int], work_us: int) -> None:
+        self.fresh.append((step, end_us, wait_us, own_us, work_us))
         if len(self.fresh) == self.CHUNK:
-            steps, ends, waits, owns = zip(*self.fresh)
+            steps, ends, waits, owns, works = zip(*self.fresh)
             columns = {}
             for phase in set().union(*owns):
                 values = [own.get(phase, 0) for own in owns]
                 self.own_us[phase] += sum(values)
                 columns[phase] = pack_seconds(values)
             self.wait_us += sum(waits)
-            self.packed.append((pack_integers(steps), pack_integers(ends), pack_seconds(waits), columns))
+            self.packed.append((pack_integers(steps), pack_integers(ends), pack_seconds(waits), columns,
+                                pack_seconds(works)))
             self.fresh = []
 
     def add_own_us(self, own_us: Counter) -> float:
         """Add each phase's sum to own_us, and return the sum of the waits."""
         own_us.update(self.own_us)
-        for _, _, _, own in self.fresh:
+        for _, _, _, own, _ in self.fresh:
             own_us.update(own)
-        return self.wait_us + sum(wait for _, _, wait, _ in self.fresh)
+        return self.wait_us + sum(row[2] for row in self.fresh)
 
     def __len__(self) -> int:
         return len(self.packed) * self.CHUNK + len(self.fresh)
 
-    def __iter__(self) -> Iterator[Tuple[int, int, float, Dict[Any, float]]]:
-        for (first_step, steps), (first_end, ends), waits, columns in self.packed:
-            unpacked = {phase: unpack_us(column) for phase, column in columns.items()}
-            for i, (step, end, wait) in enumerate(zip(steps, ends, unpack_us(waits))):
-                yield first_step + step, first_end + end, wait, {p: v[i] for p, v in unpacked.items() if v[i]}
-        yield from self.fresh
+    def with_phases(self) -> Iterator[Tuple[int, int, float, Dict[str, float]]]:
+        """(end_us, step, wait_us, {phase: own_us}) of each row, without what is set apart."""
+        for (first_step, steps), (first_end, ends), waits, columns, _ in self.packed:
+            names = [phase for phase in columns if not is_apart(phase)]
+            owns = zip(*[unpack_us(columns[phase]) for phase in names]) if names else repeat(())
+            for step, end, wait, own in zip(steps, ends, unpack_us(waits), owns):
+                yield first_end + end, first_step + step, wait, dict(zip(names, own))
+        for step, end, wait, own, _ in self.fresh:
+            yield end, step, wait, {phase: us for phase, us in own.items() if not is_apart(phase)}
+
+    def with_work(self) -> Iterator[Tuple[int, int, float, float]]:
+        """(end_us, step, wait_us, work_us) of each row: much faster."""
+        for (first_step, steps), (first_end, ends), waits, _, works in self.packed:
+            yield from zip(map(first_end.__add__, ends), map(first_step.__add__, steps), unpack_us(waits), unpack_us(works))
+        for step, end, wait, _, work in self.fresh:
+            yield end, step, wait, work
 
 
 def pack_integers(values: Sequence[int]) -> Tuple[int, Sequence[int]]:
@@ -504,6 +520,7 @@ class Process:
         self.sites: Dict[str, str] = {}
         self.thread_names: Dict[Any, str] = {}
         self.parents: Dict[str, str] = {}  # of each phase, the span that it was first seen in
+        self.order = 0  # the same on ranks that came to the same meetings in the same order
         self.soft: set = set()  # sync spans in which only some ranks wait: they are no meeting of all
         self.opaque: Dict[str, Any] = {}  # sync spans that say that they hide their own work, and why
         self.scalars: Dict[str, List[float]] = {}  # sum and count of each scalar
@@ -676,6 +693,7 @@ class Process:
         if entry["sync"] == "soft":
             self.soft.add(key)
         else:
+            self.order = hash((self.order, key, entry.get("step")))
             self.arrivals += 1
             self.since_arrival = 0
         if "args" in entry and "opaque" in entry["args"]:
@@ -726,13 +744,16 @@ class Process:
 
     def close_row(self, kind: Any, told_ready: bool, ts: int, wait_us: int) -> None:
         own, self.main.own = self.main.own, {}
-        self.step_own_us += sum(own.values())
+        own_us = sum(own.values())
+        self.step_own_us += own_us
         self.step_wait_us += wait_us
         if (own or wait_us) and (self.steps.everything or self.step in self.steps):
             rows = self.rows.get((kind, told_ready))
             if rows is None:
                 rows = self.rows[kind, told_ready] = Rows()
-            rows.append(self.step, ts, wait_us, own)
+            if self.step_apart:
+                own_us = sum(us for phase, us in own.items() if not is_apart(phase))
+            rows.append(self.step, ts, wait_us, own, own_us)
 
     def other(self, ph: str, r: dict) -> None:
         """The rarer records: scalars, errors of torchtitan's spans, definitions, headers."""
@@ -1527,30 +1548,26 @@ class Meetings:
         return [self.work[rank] for rank in sorted(self.work)]
 
 
-def is_apart(phase: Any) -> bool:
-    return not isinstance(phase, str) or phase in SET_APART
-
-
 def meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tuple[tuple, Dict[str, float], float]]:
     """((kind, step, number in the step), {phase: own_us} since the last meeting, wait_us) of a process, in order.
 
     Where nothing is marked (wait_phase is not None) a step counts as one meeting, and that phase as its waiting.
     """
-    kinds = [zip(rows, repeat(kind)) for (kind, _), rows in p.rows.items()]
+    kinds = [zip(rows.with_phases(), repeat(kind)) for (kind, _), rows in p.rows.items()]
     own: Dict[str, float] = {}
     at, number, wait_us = None, Counter(), 0.0
-    for (step, _, row_wait_us, phases), kind in heapq.merge(*kinds, key=lambda item: item[0][1]):
+    for (_, step, row_wait_us, phases), kind in heapq.merge(*kinds, key=lambda row: row[0][0]):
         if step != at:
             if wait_phase is not None and own and at is not None and at >= 0:
                 yield (wait_phase, at, 0), own, wait_us
                 own, wait_us = {}, 0.0
             at = step
             number.clear()
-        for phase, us in phases.items():
-            if phase == wait_phase:
-                wait_us += us
-            elif not is_apart(phase):
-                own[phase] = own.get(phase, 0.0) + us
+        if wait_phase in phases:
+            wait_us += phases.pop(wait_phase)
+        for phase, us in phases.items() if own else ():
+            own[phase] = own.get(phase, 0.0) + us
+        own = own or phases
         if wait_phase is not None or kind == "" or kind in p.soft:
             continue
         if isinstance(kind, str):
@@ -1559,40 +1576,64 @@ def meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tuple[tuple, Dic
         own = {}
 
 
+def work_before_meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tuple[tuple, float, float]]:
+    """The same as meetings() with the sum of the work in place of its phases."""
+    if wait_phase is not None:
+        yield from ((key, sum(own.values()), wait_us) for key, own, wait_us in meetings(p, wait_phase))
+        return
+    kinds = [zip(rows.with_work(), repeat(number)) for number, rows in enumerate(p.rows.values())]
+    names = [None if kind == "" or kind in p.soft else kind for kind, _ in p.rows]
+    at, number, work_us = None, Counter(), 0.0
+    for (_, step, wait_us, row_work_us), kind in heapq.merge(*kinds):
+        if step != at:
+            at = step
+            number.clear()
+        work_us += row_work_us
+        name = names[kind]
+        if name is not None:
+            if isinstance(name, str):
+                yield (name, step, number[name]), work_us, wait_us
+                number[name] += 1
+            work_us = 0.0
+
+
 def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meetings]:
     """The meetings of all ranks, matched by kind, step and number in the step; without steps before training."""
-    found: Dict[str, Dict[tuple, int]] = {}
-    columns: Dict[Tuple[str, int], array] = {}
-    least: Dict[str, array] = {}
+    came: Dict[str, Dict[int, Tuple[array, array, array]]] = {}  # kind: rank: which meetings, work, waiting
     for p in mains:
-        for (kind, step, number), own, wait_us in meetings(p, wait_phase):
-            if step < 0:
-                continue
-            index = found.setdefault(kind, {})
-            at = index.setdefault((step, number), len(index))
-            column = columns.setdefault((kind, p.rank), array("f"))
-            while len(column) <= at:
-                column.append(math.nan)
-            column[at] = sum(own.values())
-            waited = least.setdefault(kind, array("f"))
-            while len(waited) <= at:
-                waited.append(math.inf)
-            waited[at] = min(waited[at], wait_us)
-    tracks = []
-    for kind, index in found.items():
-        counts = {rank: sum(v == v for v in c) for (k, rank), c in columns.items() if k == kind}
-        # A rank whose trace lacks much is left out, so that the others can be compared.
-        members = [rank for rank, count in counts.items() if count >= 0.5 * max(counts.values())]
-        told = any((kind, True) in p.rows for p in mains)
-        track = Meetings(kind, told)
-        whole = [(key, at) for key, at in sorted(index.items())
-                 if all(at < len(columns[kind, r]) and columns[kind, r][at] == columns[kind, r][at] for r in members)]
-        track.steps.extend(step for (step, _), _ in whole)
-        track.transfer.extend(least[kind][at] for _, at in whole)
-        track.work = {r: array("f", [columns[kind, r][at] for _, at in whole]) for r in members}
-        track.num_seen = len(counts)
-        tracks.append(track)
-    return tracks
+        for (kind, step, number), work_us, wait_us in work_before_meetings(p, wait_phase):
+            if step >= 0:
+                ranks = came.setdefault(kind, {})
+                if p.rank not in ranks:
+                    ranks[p.rank] = array("q"), array("f"), array("f")
+                which, work, wait = ranks[p.rank]
+                which.append(step << 16 | min(number, 0xffff))
+                work.append(work_us)
+                wait.append(wait_us)
+    return [track_of(kind, ranks, any((kind, True) in p.rows for p in mains)) for kind, ranks in came.items()]
+
+
+def track_of(kind: str, ranks: Dict[int, Tuple[array, array, array]], told: bool) -> Meetings:
+    """The meetings of one kind that all ranks came to."""
+    track = Meetings(kind, told)
+    track.num_seen = len(ranks)
+    # A rank whose trace lacks much is left out, so that the others can be compared.
+    most = max(len(which) for which, _, _ in ranks.values())
+    members = {rank: columns for rank, columns in ranks.items() if len(columns[0]) >= 0.5 * most}
+    first = next(iter(members.values()))[0]
+    if any(which != first for which, _, _ in members.values()):
+        common = set(first)
+        for which, _, _ in members.values():
+            common.intersection_update(which)
+        for rank, (which, work, wait) in members.items():
+            at = sorted((key, i) for i, key in enumerate(which) if key in common)
+            members[rank] = (array("q", [key for key, _ in at]), array("f", [work[i] for _, i in at]),
+                             array("f", [wait[i] for _, i in at]))
+        first = array("q", sorted(common))
+    track.steps.extend(key >> 16 for key in first)
+    track.transfer.extend(map(min, zip(*(wait for _, _, wait in members.values()), repeat(math.inf))))
+    track.work = {rank: work for rank, (_, work, _) in members.items()}
+    return track
 
 
 def telling_phase(mains: Sequence[Process]) -> Optional[str]:
@@ -2406,10 +2447,10 @@ def stop_findings(run: Run, mains: Sequence[Process], now_us: float) -> List[Dic
     present = {f.rank for f in fates}
     missing = [rank for rank in run.expected if rank not in present]
     if all(f.over for f in fates):
-        return asked_to_end(fates)
+        swapped = desync(fates, missing, 0.0)
+        return [swapped] if swapped else asked_to_end(fates)
     stalled_us = stall_of(fates, now_us)
-    broken = stalled_us or any(f.error or f.silent for f in fates)
-    for rule in (desync if broken else None, stall if stalled_us else None, crash, killed, left_early, ended):
+    for rule in (desync, stall if stalled_us else None, crash, killed, left_early, ended):
         found = rule(fates, missing, stalled_us) if rule else None
         if found:
             return [found]
@@ -2425,7 +2466,7 @@ def asked_to_end(fates: Sequence[Fate]) -> List[Dict[str, Any]]:
     signal = first.p.instants["signal"]
     name = (signal.get("args") or {}).get("signal", "a signal")
     return [stop_finding("terminated", fates, first.phase(), first.step(), "high",
-                         [f"rank {format_ranks(sorted(f.rank for f in told))} got {name} at step {signal.get('step')}; all ended in "
+                         [f"{of_ranks(told)} got {name} at step {signal.get('step')}; all ended in "
                           f"good order after step {first.p.last_step}"],
                          "ended from outside: the scheduler's time limit or preemption, or somebody's kill; go on with resume")]
 
@@ -2483,17 +2524,25 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
             return None  # all ranks take long over something that may take long
         evidence = ["its heartbeats go on: it is alive" if culprits[0].p.beats else "it writes nothing more"]
     head = culprits[0]
-    evidence.insert(0, f"rank {format_ranks(sorted(f.rank for f in culprits))} has been {head.place()} for {for_s}, nothing else happens")
+    evidence.insert(0, f"{of_ranks(culprits)} has been {head.place()} for {for_s}, nothing else happens")
     others = [f for f in here if f not in culprits]
     if others:
         where = Counter(f.place() for f in others).most_common(1)[0][0]
-        evidence.append(f"rank {format_ranks(sorted(f.rank for f in others))} wait {where}")
+        evidence.append(f"{of_ranks(others)} wait {where}")
     done = [f.rank for f in fates if f.over]
     evidence += [f"rank {format_ranks(sorted(done))} had ended"] if done else []
+    evidence += silent_workers(head, newest)
     evidence += [f"stack: {' < '.join(head.p.last_stack()[:3])}"] if head.p.last_stack() else []
     return stop_finding("stall", culprits, head.phase(), head.step(), "high" if waiting or quiet else "medium", evidence,
                         "look at the stack of that rank (open spans, below)" if head.p.last_stack() else
                         f"take its stack: kill -USR1 {head.p.header.get('pid')} on {head.p.header.get('host')}", stalled_us / 1e6)
+
+
+def silent_workers(head: Fate, newest: float) -> List[str]:
+    """Data-loader workers of a stalled rank that have stopped, in words."""
+    workers = [p for p in head.run.processes if p.rank == head.rank and p.worker is not None and p.main.stack]
+    return [f"its data-loader worker {p.worker} (pid {p.header.get('pid')}) has been in {p.main.stack[-1]['name']} for "
+            f"{format_us(newest - (p.main.mark or p.last_ts))}" for p in workers]
 
 
 def least(fates: Sequence[Fate]) -> List[Fate]:
@@ -2510,53 +2559,63 @@ def missing_ranks(kind: str, missing: Sequence[int], what: str) -> Dict[str, Any
     return dict(found, ranks=list(missing))
 
 
-def desync(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
-    """Ranks came to different meetings: the odd ones are those whose last steps are not like their steps before."""
-    orders = {f.rank: meeting_order(f) for f in fates if not f.over}
-    if len(orders) < 2:
-        return None
-    first = max(base for base, _ in orders.values())
-    last = min(base + len(order) for base, order in orders.values())
-    rows = {i: {rank: order[i - base] for rank, (base, order) in orders.items()} for i in range(first, last)}
-    differ = [i for i, row in rows.items() if len({kind for _, kind in row.values()}) > 1
-              or len({step for step, _ in row.values()}) > 1]
-    if not differ:
+def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
+    """Ranks came to different meetings: the odd ones are those whose order is not as it was in the steps before.
+
+    The first meeting that differs counts when the run broke at it, or when a step has the same meetings in another
+    order: that gives wrong sums and no error. Loops whose ranks never came to the same meetings are made so.
+    """
+    here = [f for f in fates if not f.p.lossy() and not f.p.first_part_missing]
+    if len(here) < 2 or len({f.p.order for f in here}) == 1 and not any(f.arrived for f in here):
         return mismatch(fates)
-    row = rows[differ[0]]
-    newest = max(step for step, _ in row.values())
-    if differ[0] > first and newest - max(step for step, _ in rows[differ[0] - 1].values()) > 2 or last - differ[0] > 2 * (
-            1 + max(Counter(step for step, _ in order).most_common(1)[0][1] for _, order in orders.values() if order)):
-        return None  # these ranks never came to the same meetings: it is how the loop is made
-    # What usually comes after the meeting before: as it was in the steps before this one.
-    base, reference = orders[min(orders)]
-    before = rows[differ[0] - 1][min(orders)][1] if differ[0] - 1 in rows else None
-    usual = [b for (_, a), (_, b) in zip(reference, reference[1:max(differ[0] - base, 1)]) if a == before][-3:]
+    orders = [meeting_order(f) for f in here]
+    before: deque = deque(maxlen=200)
+    row: Sequence[Tuple[int, str]] = ()
+    for row in zip(*orders):
+        if len(set(row)) > 1:
+            break
+        before.append(row[0])
+    else:
+        return mismatch(fates)
+    step = min(step for step, _ in row)
+    rest = [Counter([row[i][1]] if row[i][0] == step else []) + Counter(k for _, k in takewhile(lambda m: m[0] == step, order))
+            for i, order in enumerate(orders)]
+    is_swap = all(kinds == rest[0] for kinds in rest)
+    is_end = (stalled_us or any(f.error or f.silent for f in fates)) and max(f.p.last_step or 0 for f in here) - step <= 2
+    if len({of for of, _ in before}) < 2 or not (is_swap or is_end):
+        return None
+    # What came after the meeting before, in the steps before this one.
+    kinds = [kind for _, kind in before]
+    usual = [b for a, b in zip(kinds, kinds[1:]) if a == kinds[-1]][-3:]
     expected = max(usual, key=usual.count, default=None)
-    odd = [rank for rank, (_, kind) in row.items() if kind != expected]
-    if not odd or len(odd) == len(row):
-        common = Counter(row.values()).most_common(1)[0]
-        odd = [rank for rank, at in row.items() if at != common[0]] if common[1] > len(row) / 2 else sorted(row)
-    rest = [rank for rank in row if rank not in odd] or odd
-    (odd_step, odd_kind), (step, kind) = row[odd[0]], row[rest[0]]
-    culprits = [f for f in fates if f.rank in odd]
+    odd = [f for f, (_, kind) in zip(here, row) if kind != expected]
+    if not odd or len(odd) == len(here):
+        common, count = Counter(row).most_common(1)[0]
+        odd = [f for f, at in zip(here, row) if at != common] if count > len(here) / 2 else here
+    told = {f.rank: at for f, at in zip(here, row)}
+    others = [f for f in here if f not in odd] or odd
+    (odd_step, odd_kind), (_, kind) = told[odd[0].rank], told[others[0].rank]
     return stop_finding(
-        "desync", culprits, kind, step, "high" if len(odd) < len(row) else "low",
-        [f"rank {format_ranks(odd)} came to {odd_kind} of step {odd_step} when rank {format_ranks(sorted(rest))} came to {kind} of step {step}",
-         f"until then all came to the same {differ[0]:,} meetings"],
-        f"look for a condition that differs between ranks around {kind}: every rank must make the same collective calls in the "
-        "same order", stalled_us / 1e6)
+        "desync", odd, kind, step, "high" if others is not odd else "low",
+        [f"{of_ranks(odd)} came to {odd_kind} of step {odd_step} when {of_ranks(others)} came to {kind} of step {step}",
+         "the same meetings in another order: sums of different things, without an error" if is_swap and not is_end else
+         f"until step {before[-1][0]} all came to the same ones"],
+        f"look for a condition that differs between ranks around {kind}: every rank must make the same collective calls in "
+        "the same order", stalled_us / 1e6)
 
 
-def meeting_order(f: Fate) -> Tuple[int, List[Tuple[int, str]]]:
-    """(number of the first, [(step, kind)]) of the last meetings of a rank, the one that it is in included."""
-    p = f.p
-    kinds = [zip(rows, repeat(kind)) for (kind, _), rows in p.rows.items() if kind != "" and kind not in p.soft]
-    order = deque(((row[0], plain_name(kind)) for row, kind in heapq.merge(*kinds, key=lambda item: item[0][1])), maxlen=500)
-    num = sum(len(rows) for (kind, _), rows in p.rows.items() if kind != "" and kind not in p.soft)
-    base = num - len(order)
+def of_ranks(fates: Sequence[Fate]) -> str:
+    return "rank " + format_ranks(sorted(f.rank for f in fates))
+
+
+def meeting_order(f: Fate) -> Iterator[Tuple[int, str]]:
+    """(step, kind) of a rank's meetings in order, the one that it is in included."""
+    kinds = [zip(rows.with_work(), repeat(plain_name(kind))) for (kind, _), rows in f.p.rows.items()
+             if kind != "" and kind not in f.p.soft]
+    for (_, step, _, _), kind in heapq.merge(*kinds, key=lambda row: row[0][0]):
+        yield step, kind
     if f.arrived:
-        order.append((f.p.main.stack[-1].get("step", -1), f.meeting))
-    return base, list(order)
+        yield f.p.main.stack[-1].get("step", -1), f.meeting
 
 
 def mismatch(fates: Sequence[Fate]) -> Optional[Dict[str, Any]]:
@@ -2580,7 +2639,7 @@ def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     alike = [f for f in own if f.error["err"].split(":")[0] == first.error["err"].split(":")[0] and f.error["step"] == first.error["step"]]
     culprits = alike if len(alike) == len(fates) else [first]
     error, text = first.error, printable(first.error["err"], 300)
-    evidence = [f"rank {format_ranks(sorted(f.rank for f in culprits))}, {error['name'] or 'outside of its spans'}"
+    evidence = [f"{of_ranks(culprits)}, {error['name'] or 'outside of its spans'}"
                 + (f", step {error['step']}" if error["step"] is not None else "") + f": {text}"]
     return stop_finding("crash", culprits, error["name"] or first.phase(), error["step"], "high",
                         evidence + victims(fates, culprits), "mend that error; what other ranks report comes from it"
@@ -2593,9 +2652,9 @@ def victims(fates: Sequence[Fate], culprits: Sequence[Fate]) -> List[str]:
     ended_by = [f for f in fates if f not in culprits and f.terminated]
     lines = []
     if told:
-        lines.append(f"victims: rank {format_ranks(sorted(f.rank for f in told))} ({printable(told[0].error['err'], 100)})")
+        lines.append(f"victims: {of_ranks(told)} ({printable(told[0].error['err'], 100)})")
     if ended_by:
-        lines.append(f"victims: rank {format_ranks(sorted(f.rank for f in ended_by))}, ended by SIGTERM {ended_by[0].place()}")
+        lines.append(f"victims: {of_ranks(ended_by)}, ended by SIGTERM {ended_by[0].place()}")
     return lines
 
 
@@ -2620,7 +2679,7 @@ def killed(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Opti
             f in silent for f in fates if f.p.header.get("host") in hosts):
         culprits = silent  # a host was lost
     head = culprits[0]
-    evidence = [f"rank {format_ranks(sorted(f.rank for f in culprits))} stopped {head.place()}, without an error, a signal's stack or an "
+    evidence = [f"{of_ranks(culprits)} stopped {head.place()}, without an error, a signal's stack or an "
                 "end in its trace"]
     evidence += memory_of(head, fates) + victims(fates, culprits)
     return stop_finding("killed", culprits, head.phase(), head.step(), "high" if rest else "medium", evidence,
@@ -2646,7 +2705,7 @@ def left_early(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> 
     furthest = max(f.p.last_step or 0 for f in failed)
     head = over[0]
     return stop_finding("left_early", over, head.phase(), head.p.last_step, "high" if len(over) < len(fates) / 2 else "medium",
-                        [f"rank {format_ranks(sorted(f.rank for f in over))} ended in order after step {head.p.last_step}; the others "
+                        [f"{of_ranks(over)} ended in order after step {head.p.last_step}; the others "
                          f"were at step {furthest}"] + victims(fates, over),
                         "every rank must run the same number of steps: unequal shares of the data (drop_last, "
                         "DistributedSampler), or a condition that ends one rank's loop")
@@ -2764,7 +2823,7 @@ def release_times(p: Process) -> Dict[tuple, int]:
     found, number = {}, Counter()
     for (kind, _), rows in p.rows.items():
         if kind != "" and kind not in p.soft:
-            for step, end, _, _ in rows:
+            for end, step, _, _ in rows.with_work():
                 found[kind, step, number[kind, step]] = end
                 number[kind, step] += 1
     return found
