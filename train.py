@@ -1208,7 +1208,7 @@ class MetricLog:
         self.waiting: collections.deque = collections.deque()  # (step, epoch, keys, host tensor, event, numbers)
         self.epoch_sums: dict[str, list[float]] = {}  # key: sum, count
         self.not_finite: set[str] = set()
-        self.bad_loss = ""  # the first loss that was no number
+        self.bad_loss: tuple[int, float] | None = None  # step and value of the first loss that was no number
 
     def add(self, step: int, epoch: int, metrics: Mapping[str, Any]) -> None:
         """Numbers and one-element tensors of one step."""
@@ -1246,7 +1246,7 @@ class MetricLog:
             if not math.isfinite(value) and key not in self.not_finite:
                 self.not_finite.add(key)
                 if key == "train_batch/loss":
-                    self.bad_loss = f"the loss is {value} at step {step}"
+                    self.bad_loss = step, value
                 logger.warning("%s is %s at step %d (said once for each metric)", key, value, step)
         if self.writer is not None:
             self.writer.write(step, {**values, "epoch": epoch, "attempt": self.attempt})
@@ -2001,12 +2001,12 @@ class Stopper(threading.Thread):
 
     # -- for the main thread
 
-    def check(self, step: int, bad_loss: str) -> tuple[bool, bool]:
-        """After each step, on all ranks: whether this was the last one, and whether some loss was no number."""
+    def check(self, step: int, loss_is_bad: bool) -> tuple[bool, bool]:
+        """After each step, on all ranks: whether this was the last one, and whether some rank's loss is no number."""
         now = time.monotonic()
         self.step, self.marked_at = step, now
         if self.world.world_size == 1:
-            return bool(self.reason), bool(bad_loss)
+            return bool(self.reason), loss_is_bad
         if self.asked is not None:
             stop, bad, step_us = self.answer()
             if stop or bad:
@@ -2016,7 +2016,7 @@ class Stopper(threading.Thread):
             step_then, then = self.checked_at
             step_us = int((now - then) / max(step - step_then, 1) * 1e6)
             self.checked_at = step, now
-            numbers = torch.tensor([bool(self.reason), bool(bad_loss), step_us])
+            numbers = torch.tensor([bool(self.reason), loss_is_bad, step_us])
             self.asked = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.world.hosts, async_op=True), numbers
         return False, False
 
@@ -2476,16 +2476,16 @@ class Trainer:
         if self.rng is not None:
             set_rng_states(self.rng, world.device)
             self.rng = None
+        self.evaluate_if_due()  # again after a stop in an evaluation
         epoch_is_over = self.batches_done == self.batches_per_epoch
-        while not epoch_is_over and state.step < (self.total_steps or sys.maxsize):
+        while not self.stopped and not epoch_is_over and state.step < (self.total_steps or sys.maxsize):
             set_step(state.step + 1)
             with log_trace_span("step"):
                 if not self.train_step(batches):
                     epoch_is_over = True
                     break
             epoch_is_over = self.batches_done == self.batches_per_epoch
-            if recipe.eval_every and state.step % recipe.eval_every == 0:
-                self.evaluate()
+            self.evaluate_if_due()
             if self.stopped or self.is_last_step():
                 return
             if not epoch_is_over:  # else when all that belongs to the epoch has been written
@@ -2569,19 +2569,21 @@ class Trainer:
 
     def is_last_step(self) -> bool:
         """Whether the ranks have agreed to stop here. Raises NotFiniteLoss on all of them when stop_on_nan asks for it."""
-        bad_loss = self.metrics.bad_loss if self.recipe.stop_on_nan else ""
-        stop, bad = self.stopper.check(self.state.step, bad_loss)
+        bad_loss = self.metrics.bad_loss if self.recipe.stop_on_nan else None
+        stop, bad = self.stopper.check(self.state.step, bad_loss is not None)
         if stop and not bad:
             self.stopped = next(filter(None, self.world.gather(self.stopper.reason, "stop_reasons")))
         if bad:
             self.raise_bad_loss(self.world.gather(bad_loss, "stop_reasons"))
         return bool(self.stopped)
 
-    def raise_bad_loss(self, losses: list[str]) -> None:
-        """losses: each rank's bad loss, or ""."""
-        for rank, text in enumerate(losses):
-            if text:
-                raise NotFiniteLoss(f"stop_on_nan: {text} on rank {rank}; all ranks stopped after step {self.state.step}")
+    def raise_bad_loss(self, losses: list[tuple[int, float] | None]) -> None:
+        """losses: each rank's first loss that was no number, or None."""
+        bad = sorted((*loss, rank) for rank, loss in enumerate(losses) if loss)
+        if bad:
+            step, value, rank = bad[0]
+            raise NotFiniteLoss(f"stop_on_nan: the loss is {value} at step {step} on rank {rank}; all ranks stopped"
+                                f" after step {self.state.step}")
 
     # -- the parts of a step
 
@@ -2673,6 +2675,11 @@ class Trainer:
         self.metrics.add(state.step, state.epoch, {**state.metrics, **found})
         self.look_for_best()
         state.paused_s += time.perf_counter() - start
+
+    def evaluate_if_due(self) -> None:
+        every = self.recipe.eval_every
+        if every and self.state.step and self.state.step % every == 0:
+            self.evaluate()
 
     def evaluation_sums(self) -> dict[str, tuple]:
         """This rank's metrics: key -> (sum over samples, number of samples)."""

@@ -1,6 +1,6 @@
 """Real jobs that tests signal, kill and resume, and what they leave behind."""
 
-import ast
+import json
 import os
 import signal
 import subprocess
@@ -108,7 +108,7 @@ def until(condition, timeout_s, describe=lambda: "", process=None, every_s=0.05)
 def journal(run_dir, rank=0):
     """step -> what the last pass over it saw: step, epoch, learning rate, loss, samples, a random number."""
     lines = (Path(run_dir) / f"journal.rank{rank}.txt").read_text().splitlines()
-    return {line[0]: line for line in map(ast.literal_eval, lines)}
+    return {line[0]: line for line in map(json.loads, lines)}
 
 
 def checkpoint(run_dir, name="latest"):

@@ -1,5 +1,7 @@
 """Models, data and hooks for the tests of checkpoints, resume and stopping: every kind of random number is drawn."""
 
+import datetime
+import json
 import logging
 import os
 import random
@@ -51,13 +53,16 @@ class DropoutNet(nn.Module):
 class Journal:
     """Writes what each rank's step saw, draws random numbers, and does harm when told to.
 
-    at: step of the harm on rank `on_rank`, in attempt `in_attempt`; harm: "kill", "raise", "hang" or "nan".
+    at: step of the harm on rank `on_rank`, before any restart; harm: "kill", "raise", "hang" or "nan".
+    others_sit: at that step the other ranks wait in C code for what never comes.
     step_sleep_s: makes a step longer.
     """
 
-    def __init__(self, harm: str = "", at: int = 0, on_rank: int = 0, in_attempt: int = 0, step_sleep_s: float = 0.0):
-        here = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == in_attempt and RANK == on_rank
-        self.harm, self.at, self.step_sleep_s = (harm if here else ""), at, step_sleep_s
+    def __init__(self, harm: str = "", at: int = 0, on_rank: int = 0, others_sit: bool = False,
+                 step_sleep_s: float = 0.0):
+        is_first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
+        self.harm = harm if RANK == on_rank else "sit" if others_sit else ""
+        self.at, self.step_sleep_s = at if is_first else 0, step_sleep_s
 
     def before_epoch(self, state):
         random.random(), torch.rand(1)
@@ -71,7 +76,7 @@ class Journal:
         draw = torch.rand(()).item() + random.random() + float(numpy.random.rand())
         line = [state.step, state.epoch, state.lr, state.outputs["loss"].item(), state.outputs["index"].tolist(), draw]
         with open(Path(state.run_dir) / f"journal.rank{RANK}.txt", "a") as file:
-            file.write(f"{line}\n")
+            file.write(json.dumps(line) + "\n")
         if state.step == self.at and self.harm:
             self.do_harm()
         return {"journal/draw": draw}
@@ -84,3 +89,5 @@ class Journal:
         if self.harm == "hang":
             logging.getLogger("test").warning("hanging")
             time.sleep(600)
+        if self.harm == "sit":
+            torch.distributed.HashStore().wait(["never"], datetime.timedelta(seconds=600))
