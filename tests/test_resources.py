@@ -5,7 +5,6 @@ Run as a script this file is the process that is watched.
 """
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -302,7 +301,7 @@ def gpu_run(nvml_folder, tmp_path, visible, told=("",), nproc=1, env={}, **setti
 
 
 @pytest.mark.parametrize("visible, gpu, env", [
-    ("2,0", 2, {}), ("0,2", 0, {}), (f"GPU-{UUIDS[1]}", 1, {}), ("GPU-bbbb", 1, {}), ("1", 1, {"NO_UUID": "1"})])
+    ("2,0", 2, {}), ("GPU-bbbb", 1, {}), ("1", 1, {"NO_UUID": "1"})])
 def test_the_gpu_is_the_torch_devices_own(nvml_folder, tmp_path, visible, gpu, env):
     (found,), warnings = gpu_run(nvml_folder, tmp_path, visible, env=env, log_per_gpu=True)
     assert warnings == []
@@ -320,8 +319,7 @@ def test_a_mig_instance_has_memory_and_no_utilisation(nvml_folder, tmp_path):
 
 
 def test_all_ranks_gpus_and_processes_meet_once_a_log_step(nvml_folder, tmp_path):
-    (found,), warnings = gpu_run(nvml_folder, tmp_path, "3,1".replace("3", "2"), nproc=2, log_per_gpu=True,
-                                 per_process=True)
+    (found,), warnings = gpu_run(nvml_folder, tmp_path, "2,1", nproc=2, log_per_gpu=True, per_process=True)
     assert warnings == []
     assert found["system/gpu_util_percent"] == 25.0 and found["system/gpu_util_percent_max"] == 30.0
     assert found["system/gpu_mem_used_mb"] == 2560.0 and found["system/gpu_mem_used_mb_max"] == 3072.0

@@ -138,10 +138,10 @@ HOOKS = {
 
 
 def compare_hooks(folder):
-    """Each hook on log steps and on the others: microseconds of its own calls, syncs and collectives."""
+    """Each hook on log steps and on the others: microseconds of the event's calls, syncs and collectives."""
     print(f"\n{'hook':<26} {'log step us':>12} {'syncs':>6} {'other step us':>14} {'syncs':>6} {'collectives':>12}")
-    for name, (kind, settings) in HOOKS.items():
-        loop = Loop({name: kind(**settings)}, folder)
+    for name, (kind, settings) in {"(no hook)": (None, {}), **HOOKS}.items():
+        loop = Loop({name: kind(**settings)} if kind else {}, folder)
         loop.step()
         cost, counts = {True: [], False: []}, {True: 0, False: 0}
         own, collectives = [0.0], 0
