@@ -166,7 +166,7 @@ def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
             result[key] = float(value)
     for device, by_dtype in by_device.items():
         wide = torch.float32 if device.type == "mps" else torch.float64
-        stacked = [torch.stack([value for _, value in group]).detach().to(wide) for group in by_dtype.values()]
+        stacked = [torch.stack([value for _, value in group]).to(wide) for group in by_dtype.values()]
         keys = [key for group in by_dtype.values() for key, _ in group]
         result.update(zip(keys, torch.cat(stacked).tolist()))  # the event's device sync
     return result
@@ -652,8 +652,8 @@ class GradientNormLogger:
         parameters = self._trainable(state)
         if not parameters:
             return {f"{self.prefix}/total": 0.0, f"{self.prefix}/nonfinite_params": 0}
-        with torch.no_grad(), self._span("GradientNormLogger.reduce", sync=True) as span:
-            norms = _parameter_norms(parameters, self.norm_type, span)
+        with torch.no_grad():
+            norms = _parameter_norms(parameters, self.norm_type, self._span)
             num_nonfinite = (~torch.isfinite(norms)).sum()
             # A device sync, only under a GradScaler, which has one at each step itself.
             if getattr(state, "grad_scale", None) is not None and num_nonfinite.item():
@@ -663,7 +663,7 @@ class GradientNormLogger:
             if getattr(state, "clip_norm", None):
                 norm = total
                 if self.norm_type != 2:
-                    norm = _join(_parameter_norms(parameters, 2.0, span), 2.0)
+                    norm = _join(_parameter_norms(parameters, 2.0, self._span), 2.0)
                 found[f"{self.prefix}/clip_coef"] = (state.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             if self.log_per_layer:
                 self._layer_of = self._layer_of.to(norms.device)
@@ -714,7 +714,7 @@ def _join(norms: torch.Tensor, norm_type: float, index: torch.Tensor | None = No
     return joined ** (1 / norm_type)
 
 
-def _parameter_norms(parameters: list, norm_type: float, span: Any) -> torch.Tensor:
+def _parameter_norms(parameters: list, norm_type: float, span: Callable) -> torch.Tensor:
     """Norm of each whole gradient, float64, 0 where there is none; ranks meet only for sharded ones."""
     home = parameters[0].device
     wide = torch.float32 if home.type == "mps" else torch.float64
@@ -765,13 +765,16 @@ def _local_gradient(parameter: DTensor) -> tuple:
     return (None if grad is None else grad.to_local()), placed.device_mesh, dims
 
 
-def _join_shards(norms: torch.Tensor, norm_type: float, mesh: Any, dims: tuple, span: Any) -> torch.Tensor:
+def _join_shards(norms: torch.Tensor, norm_type: float, mesh: Any, dims: tuple, span: Callable):
     """Norms of the whole gradients from each rank's norms of its shards: one all-reduce a mesh dimension."""
-    span.ready()  # what follows is waiting for the other ranks
     is_max = math.isinf(norm_type)
-    powers = norms if is_max else norms**norm_type
-    for dim in dims:
-        dist.all_reduce(powers, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    # Gradients that are offloaded to the host meet on the mesh's device: its process group may know no other.
+    powers = (norms if is_max else norms**norm_type).to(mesh.device_type)
+    with span("GradientNormLogger.reduce", sync=True) as meeting:
+        meeting.ready()
+        for dim in dims:
+            how = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            dist.all_reduce(powers, how, group=mesh.get_group(dim))
     return powers if is_max else powers ** (1 / norm_type)
 
 
@@ -806,6 +809,7 @@ class _OutputMonitor:
         self._silent: set[str] = set()
 
     def before_train(self, state):
+        self.after_train(state)  # a second start, as in a notebook, must not listen twice
         candidates = clean_modules(state.model)
         names = list(candidates)
         self._names, unmatched = _match(self.modules or self.default_modules, names)
