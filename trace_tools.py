@@ -2325,7 +2325,8 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
         found.append(describe_late(judge, kind, group, others))
     known = [late for _, group in every for late in group]
     found += [f for f in (moving(judge, known), slower_since(judge)) if f]
-    found += bound(judge)
+    slower = {f["phase"] for f in found if f["kind"] == "slowdown"}
+    found += [f for f in bound(judge) if f["phase"] not in slower]  # it was not bound before
     found.sort(key=lambda f: (-f["saving_s"], -f["cost_s"]))
     if found:
         best = found[0]

@@ -11,15 +11,18 @@ PHASES = {"load": 2000, "fwd": 11_000, "bwd": 17_000, "opt": 1000}  # microsecon
 
 
 def simulate(folder, world=4, num_steps=100, extra=None, phases=None, meet="bwd", mark="ready", noise="white", noise_us=300,
-             transfer_us=2000, hosts=None, seed=0, boot_ids=None, shifts=None, end="ok", sizes=None, scale=None, device=None):
+             transfer_us=2000, hosts=None, seed=0, boot_ids=None, shifts=None, end="ok", sizes=None, scale=None, device=None,
+             recorded=None):
     """Write one trace a rank. extra(rank, step, phase): microseconds more. mark: ready, sync (no ready), none, or titan
     (torchtitan's format). noise: white, lognormal, slow (AR 0.97). hosts: one for each rank; shifts: of wall clocks, us.
     scale(rank): factor of a rank's own work. device(rank, step): own and waiting microseconds that a device's events told.
+    recorded(rank, step, phase): own microseconds of a real job, in place of phases and noise (see offline.py).
     Returns the folder."""
     folder = Path(folder)
     (folder / "structured_logs").mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    phases = phases or PHASES
+    phases = phases or (dict.fromkeys(recorded.phases, 0) if recorded else PHASES)
+    meet = recorded.meet if recorded else meet
     hosts = hosts or ["node-a"] * world
     lines = [[] for _ in range(world)]
     begin = 1_700_000_000_000_000
@@ -46,6 +49,8 @@ def simulate(folder, world=4, num_steps=100, extra=None, phases=None, meet="bwd"
                 if noise == "slow":
                     slow[rank] = 0.97 * slow[rank] + rng.gauss(0, noise_us)
                     jitter = slow[rank] / len(order)
+                if recorded:
+                    jitter = recorded(rank, step, phase)
                 own = phases[phase] * (scale(rank) if scale else 1.0) + (extra(rank, step, phase) if extra else 0) + jitter
                 write(rank, "B", phase, step, **({"sync": True} if phase == meet and mark in ("ready", "sync") else {}))
                 starts.append(clock[rank])
@@ -55,7 +60,7 @@ def simulate(folder, world=4, num_steps=100, extra=None, phases=None, meet="bwd"
                     if mark == "ready":
                         write(rank, "i", "ready", step)
             if phase == meet:
-                release = max(arrive) + transfer_us
+                release = max(arrive) + (recorded.transfer[step % len(recorded.transfer)] if recorded else transfer_us)
                 clock[:] = [release + rng.uniform(0, 50) for _ in range(world)]
             for rank in range(world):
                 write(rank, "E", phase, step, dur=round(clock[rank]) - round(starts[rank]))
