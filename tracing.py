@@ -341,15 +341,17 @@ class _Tracer:
                 self.room -= written
                 if written != len(line):
                     self.put_rest(line, written)
-        except OSError as error:   # outside of the lock: a logging handler may take long, or log a span itself
+        except OSError as error:
             self.lose(line, error)
 
     def lose(self, line: bytes, error: OSError) -> None:
-        with self.lock:
-            self.room = -1
-            self.lost += line.count(b"\n")
-            self.lost_ever += line.count(b"\n")
-        self.failed(error)
+        """Count a record that could not be written. Without the lock: a logging handler may trace, or take long."""
+        if not self.closed:
+            with self.lock:
+                self.room = -1
+                self.lost += line.count(b"\n")
+                self.lost_ever += line.count(b"\n")
+            self.failed(error)
 
     def put_rest(self, line: bytes, written: int) -> None:
         """Write what the fast path has not: the rest after a short write, or everything when it could not even try."""
@@ -430,7 +432,7 @@ class _Tracer:
         if self.fd >= 0:
             os.close(self.fd)
         self.path, self.fd, self.torn, self.checked = path, fd, False, os.fstat(fd).st_size
-        self.limit = int(self.settings["max_file_size_mb"] * 1e6)
+        self.limit = max(int(self.settings["max_file_size_mb"] * 1e6), 2 * self.checked)   # what is open may be much
         self.room = -1 if self.lost else self.limit - self.checked
         self._forget_definitions()
 
@@ -491,8 +493,9 @@ class _Tracer:
             self.checked = state.st_size
             return
         with self.lock:
-            gone = os.pread(self.fd, os.fstat(self.fd).st_size - self.checked, self.checked).count(b"\n")
-            self.lost, self.lost_ever, self.room = self.lost + gone, self.lost_ever + gone, -1
+            size = os.fstat(self.fd).st_size
+            gone = os.pread(self.fd, size - self.checked, self.checked).count(b"\n")
+            self.lost, self.lost_ever, self.checked, self.room = self.lost + gone, self.lost_ever + gone, size, -1
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._move(lambda: self._go_on_in(self.path))
         self.failed(FileNotFoundError(f"{self.path} was removed"))
@@ -502,7 +505,8 @@ class _Tracer:
             with self.lock:
                 if self.fd >= 0:
                     go_on()
-            self.watch.follow()
+            if self.watch.started:
+                self.watch.follow()
         except OSError as error:
             self.failed(error)
 
@@ -800,6 +804,8 @@ def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, s
                     tracer.failed(TypeError(f"log_trace_scalar: {name!r} is {kind.__name__}, want a number"))
                     continue
             texts.append(f"{info.text[7:]}:{value}")
+        if not texts:
+            return
         where = "" if get_ident() == tracer.main_ident and _get_running_loop() is None else tracer.where()
         step_text = _step_texts(_step_here.get())[0] if step is None else f',"step":{_json(step)}'
         tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
@@ -850,7 +856,7 @@ class _Watch:
         self.stop_asked, self.thread = threading.Event(), None
         self.stacks, self.stacks_path, self.stacks_size = None, "", 0
         self.signals: Dict[int, Any] = {}        # registered with faulthandler -> the Python handler at that time
-        self.arming = threading.Lock()           # held over a fork: see _before_fork
+        self.arming = threading.RLock()          # held over a fork: see _before_fork
         self.timer_tid, self.timer_is_ours, self.enabled_faults = None, False, False
         self.next_stall_s = self.stall_timeout_s
 
@@ -1070,29 +1076,34 @@ def _timer_threads() -> set:
 
 # ---- 7. Forks, workers, and the end of the process ----
 
+_forking: Optional[_Tracer] = None   # the tracer whose timer is held off while the process forks
+
+
 def _before_fork() -> None:
     # A child that inherits an armed timer would wait for ever for the timer's thread when it exits: CPython joins it.
+    global _forking
     tracer = _tracer
     if tracer is not None:
         tracer.watch.arming.acquire()
         tracer.watch.disarm()
+        _forking = tracer
 
 
 def _after_fork_in_parent() -> None:
-    tracer = _tracer
-    if tracer is not None and tracer.watch.arming.locked():
+    global _forking
+    tracer, _forking = _forking, None
+    if tracer is not None:
+        tracer.watch.arm()
         tracer.watch.arming.release()
-        if tracer.watch.started:
-            tracer.watch.arm()
 
 
 def _after_fork_in_child() -> None:
     """A child never writes into its parent's file: its own one begins with its first record."""
-    global _tracer, _step_everywhere
+    global _tracer, _settings, _forking, _step_everywhere
     parent = _tracer
     if parent is None:
         return
-    _tracer = None
+    _tracer = _settings = _forking = None
     try:
         parent.watch.unregister()
         if parent.fd >= 0:
@@ -1153,8 +1164,9 @@ def _begin_process() -> None:
         _trace_fetches()
     if not _hooked:
         _hooked = True
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent,
-                            after_in_child=_after_fork_in_child)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent,
+                                after_in_child=_after_fork_in_child)
         atexit.register(_at_exit)
         _excepthook, sys.excepthook = sys.excepthook, _on_exception
         _sys_exit, sys.exit = sys.exit, _on_sys_exit
@@ -1209,13 +1221,14 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
                 "heartbeat_s": heartbeat_s, "stall_timeout_s": stall_timeout_s, "trace_workers": trace_workers,
                 "run": run, "attempt": attempt}
     _check(settings)
-    if _settings is not None and not (_tracer is not None and _tracer.is_child and _tracer.fd < 0):
+    if _settings is not None:
         other = [k for k in settings if settings[k] != _settings[k]]
         if other:
             raise ValueError("init_structured_logger: tracing has begun with other arguments ("
                              + ", ".join(f"{k}={_settings[k]!r}, now {settings[k]!r}" for k in other)
                              + "); call close_structured_logger() first")
         return
+    close_structured_logger()   # a child that has already traced as a child
     _settings = settings
     if not enable:
         return
@@ -1268,5 +1281,6 @@ def close_structured_logger(how: str = "ok", **details: Any) -> None:
             tracer.closed, tracer.room = True, -1
             if tracer.fd >= 0:
                 os.close(tracer.fd)
+                tracer.fd = -1
     except Exception as error:
         tracer.failed(error)

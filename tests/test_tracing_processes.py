@@ -49,7 +49,7 @@ if speaking:
     assert [(r["ph"], r["name"]) for r in child if r["ph"] in "BE"] == [("B", "in the child"), ("E", "in the child")]
     assert only(child, "i", "heartbeat") and not [r for r in child if "step" in r]
     assert [(r["ph"], r["name"]) for r in grandchild if r["ph"] in "BE"][0] == ("B", "in the grandchild")
-    assert child[0]["ts"] - child[0]["mono_us"] == parent[0]["ts"] - parent[0]["mono_us"]
+    assert abs((child[0]["ts"] - child[0]["mono_us"]) - (parent[0]["ts"] - parent[0]["mono_us"])) <= 1
 
 
 def test_a_fork_while_other_threads_write_locks_nobody_up(tmp_path):
@@ -314,7 +314,7 @@ def test_the_slow_rank_in_backward_has_the_largest_own_time(tmp_path, hook):
     named = [max(own_us[step], key=own_us[step].get) == step % 2 for step in range(1, 24)]
     assert sum(named) >= 22, own_us   # one step may be disturbed by a loaded machine
     for step in range(24):
-        assert own_us[step][step % 2] >= 60_000 <= wall_us[step][1 - step % 2], "the other rank has waited as long"
+        assert own_us[step][step % 2] >= 60_000 and wall_us[step][1 - step % 2] >= 50_000, "the other rank has waited"
     other = statistics.median(own_us[step][1 - step % 2] for step in range(24))
     assert other < 40_000, "the waiting rank's own time leaves the wait out"
 
