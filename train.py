@@ -1055,10 +1055,10 @@ def run_before_restart(recipe: Recipe) -> Path | None:
     found = {path for folder in folders for path in folder.glob("*/launch/attempt_*/start.json")}
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
         told = json.loads(path.read_text())
-        # On one host the process decides, since run ids are used again; on another there is only the id.
-        same = "agent_pid" if told["host"] == me["host"] else "run_id"
-        if told[same] == me[same] and told["run_id"] == me["run_id"] != "none" or (
-                same == "agent_pid" and told[same] == me[same] and told["run_id"] == me["run_id"]):
+        # On one host the process decides, since people give an id again; for rank 0 on another there is only the id.
+        is_here = told["host"] == me["host"]
+        is_same = told["agent_pid"] == me["agent_pid"] if is_here else me["run_id"] != "none"
+        if is_same and told["run_id"] == me["run_id"]:
             return path.parents[2].absolute()
     return None
 
@@ -1272,10 +1272,10 @@ class MetricLog:
 class MetricPlace(threading.Thread):
     """A place that metrics are written to, by a thread of its own: whatever happens there, the training goes on."""
 
-    def __init__(self, name: str, open_place: Callable, writes: list[tuple]) -> None:
+    def __init__(self, label: str, open_place: Callable, writes: list[tuple]) -> None:
         """open_place() returns write(step, values) and close(failed). writes: the first (step, values)."""
         super().__init__(name="metric writer", daemon=True)
-        self.place, self.open_place = name, open_place
+        self.label, self.open_place = label, open_place
         self.waiting: queue.SimpleQueue = queue.SimpleQueue()  # (step, values); at the end whether the run has failed
         self.recent: collections.deque = collections.deque(maxlen=MetricWriter.num_recent)
         self.busy_since = time.monotonic()  # infinity while there is nothing to do
@@ -1321,7 +1321,8 @@ class MetricPlace(threading.Thread):
 class MetricWriter:
     """Writes metrics to the first of several places; when that one does not start, fails or hangs, to the next.
 
-    places are (name, a function that returns write(step, values) and close(failed)). No call waits, but for close.
+    places are (label, a function that returns write(step, values) and close(failed)). No call waits, but for close and,
+    2 s at most, when a place is given up.
     """
 
     patience_s = 240.0  # with one call of a place, W&B's start included
@@ -1346,7 +1347,7 @@ class MetricWriter:
         elif is_full:
             self.num_dropped += 1
             if self.num_dropped == 1:
-                logger.warning("%s does not keep up: metrics are lost. The training goes on", self.place.place)
+                logger.warning("%s does not keep up: metrics are lost. The training goes on", self.place.label)
             return
         if self.place is not None:
             self.place.waiting.put((step, values))
@@ -1365,7 +1366,7 @@ class MetricWriter:
     def _give_up(self, problem: str) -> None:
         MetricWriter.gave_up = True
         then = f"what it has not taken goes to {self.places[0][0]}" if self.places else "no metrics are written"
-        logger.warning("%s %s; %s. The training goes on", self.place.place, problem, then)
+        logger.warning("%s %s; %s. The training goes on", self.place.label, problem, then)
         left = self.place.leave()
         end_wandb_service()
         self._next_place(left)
@@ -1377,11 +1378,12 @@ class MetricWriter:
 def end_wandb_service() -> None:
     """Told to end, W&B's service writes what it holds back into its file; it would not when this process just ended."""
     with contextlib.suppress(psutil.Error):
-        services = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("wandb-")]
+        services = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+        processes = services + [below for service in services for below in service.children(recursive=True)]
         for service in services:
             service.terminate()
-        for service in psutil.wait_procs(services, timeout=2)[1]:
-            service.kill()
+        for process in psutil.wait_procs(processes, timeout=2)[1]:
+            process.kill()
 
 
 def leave_hung_writer() -> None:
@@ -1597,8 +1599,12 @@ def begin_epoch(loader: DataLoader, epoch: int, seed: int, skip_batches: int = 0
     if isinstance(loader.sampler, ResumableSampler):
         loader.sampler.start = skip_batches * loader.batch_size
         return iter(loader)
-    # Nothing can be skipped unseen in an iterable data set or in a loader of the user's: fetch and drop.
-    return itertools.islice(iter(loader), skip_batches, None)
+    # Nothing can be skipped unseen in an iterable data set or in a loader of the user's: fetch and drop, before the
+    # random numbers are put back to where they were.
+    batches = iter(loader)
+    for _ in range(skip_batches):
+        next(batches, None)
+    return batches
 
 
 def build_optimizer(component: dict, model: nn.Module) -> torch.optim.Optimizer:
@@ -1984,12 +1990,14 @@ class Stopper(threading.Thread):
         self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self.peers: dict[int, int] = {}  # rank -> process id, of this torchrun's ranks
         self.reason = ""  # why to stop, from whichever rank
-        self.failure = ""  # of another rank
+        self.failure = self.own_failure = ""  # of another rank, of this one
         self.signalled_at = self.interrupted_at = self.failed_at = self.closing_at = 0.0  # 0: not
         self.is_saving, self.is_over = False, False
         self.step, self.marked_at, self.checked_at = 0, 0.0, (0, time.monotonic())
         self.next_check, self.asked = 0, None  # the agreement that is under way: (work, numbers)
         self.writer: MetricWriter | None = None  # closed in an end without the main thread
+        self.to_say: dict[str, str] = {}  # for the other ranks
+        self.something_to_say = threading.Event()
         self.pipe, pipe_end = os.pipe()
         os.set_blocking(pipe_end, False)
         signal.set_wakeup_fd(pipe_end, warn_on_full_buffer=False)
@@ -1998,6 +2006,9 @@ class Stopper(threading.Thread):
                 signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=ignore_stop_signals)
         self.start()
+        if world.notices is not None:
+            # In a thread of its own, since a store whose host is gone may never answer.
+            threading.Thread(target=self.talk, name="stopper's talk", daemon=True).start()
 
     # -- for the main thread
 
@@ -2036,6 +2047,7 @@ class Stopper(threading.Thread):
         self.closing_at = time.monotonic()
         if failure:
             self.look_for_peers()
+            self.own_failure = failure
             self.tell("failed", failure)
         elif self.asked is not None:
             self.answer()  # a collective may not outlive its group
@@ -2051,18 +2063,15 @@ class Stopper(threading.Thread):
     # -- the thread
 
     def run(self) -> None:
-        looked_at = 0.0
         while not self.is_over:
-            is_urgent = self.signalled_at or self.failed_at
-            ready, _, _ = select.select([self.pipe], [], [], 0.2 if is_urgent else 1.0)
+            ready, _, _ = select.select([self.pipe], [], [], 0.2 if self.signalled_at or self.failed_at else 1.0)
             for number in os.read(self.pipe, 64) if ready else b"":
                 if number in self.signals:  # others have handlers of their own
                     self.on_signal(signal.Signals(number))
             if self.parent is not None and os.getppid() != self.parent:
                 self.wish("torchrun is gone")
-            if is_urgent or time.monotonic() - looked_at > self.look_every_s:
-                looked_at = time.monotonic()
-                self.look()
+            if self.signalled_at and not self.closing_at and time.monotonic() - self.signalled_at > 0.5:
+                self.look_for_peers()  # a little later than what they may have said themselves is heard
             self.end_when_due(time.monotonic())
 
     def on_signal(self, number: signal.Signals) -> None:
@@ -2085,21 +2094,24 @@ class Stopper(threading.Thread):
             self.tell("stop", self.reason)
 
     def tell(self, key: str, text: str) -> None:
-        """Say something once for all ranks; the first to say it is the one who is heard."""
-        if self.world.notices is not None:
-            with contextlib.suppress(RuntimeError):  # the store ends with torchrun
-                self.world.notices.compare_set(key, "", text)
+        """Say something to all ranks; the first to say it is the one who is heard."""
+        self.to_say[key] = text
+        self.something_to_say.set()
 
-    def look(self) -> None:
-        """What other ranks say, and whether those of this host are still there."""
-        with contextlib.suppress(RuntimeError):
-            if self.world.notices is not None:
-                if not self.reason and self.world.notices.check(["stop"]):
-                    self.reason = self.world.notices.get("stop").decode()
-                if not self.failed_at and self.world.notices.check(["failed"]):
-                    self.failed_at, self.failure = time.monotonic(), self.world.notices.get("failed").decode()
-        if self.signalled_at and not self.closing_at:
-            self.look_for_peers()
+    def talk(self) -> None:
+        """Say what there is to say, and hear what the other ranks have said."""
+        store = self.world.notices
+        with contextlib.suppress(RuntimeError):  # the store ends with torchrun
+            while not self.is_over:
+                while self.to_say:
+                    key, text = self.to_say.popitem()
+                    store.compare_set(key, "", text)
+                if not self.reason and store.check(["stop"]):
+                    self.reason = store.get("stop").decode()
+                if not self.failed_at and not self.own_failure and store.check(["failed"]):
+                    self.failure, self.failed_at = store.get("failed").decode(), time.monotonic()
+                self.something_to_say.wait(0.2 if self.signalled_at or self.failed_at else self.look_every_s)
+                self.something_to_say.clear()
 
     def look_for_peers(self) -> None:
         """A rank that was killed cannot say that it has failed: the others of its torchrun say it."""
@@ -2111,12 +2123,14 @@ class Stopper(threading.Thread):
 
     def end_when_due(self, now: float) -> None:
         """End the process when its main thread cannot be expected to."""
+        failure = self.failure or self.own_failure
         if self.closing_at:
-            if self.failed_at and now - self.closing_at > self.closing_s:
-                self.end_now(f"ended while closing, after another rank failed: {self.failure}", 1)
+            if failure and now - self.closing_at > self.closing_s:
+                self.end_now(f"ended while closing, {self.closing_s:.0f} s after: {failure}", 1)
         elif self.failed_at and now - self.failed_at > self.victim_s:
-            self.end_now(f"ended because another rank failed: {self.failure}", 1)
-        elif self.signalled_at and not self.is_saving and now - max(self.signalled_at, self.marked_at) > self.stuck_s:
+            self.end_now(f"ended because another rank failed: {failure}", 1)
+        elif self.signalled_at and self.parent is not None and not self.is_saving and (
+                now - max(self.signalled_at, self.marked_at) > self.stuck_s):
             self.end_now(f"ended without a checkpoint: no step ended within {self.stuck_s:.0f} s of {self.reason}", 143)
 
     def end_now(self, why: str, code: int) -> NoReturn:
@@ -2849,6 +2863,7 @@ def leave(world: World, stopper: Stopper) -> None:
         dist.destroy_process_group()
     stopper.close()
     if world.store is not None:
+        leave_hung_writer()  # wandb's exit function would wait for it
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

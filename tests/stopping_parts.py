@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -31,6 +31,11 @@ class NoisyPoints(Dataset):
         time.sleep(self.sleep_s)
         noise = 0.1 * (torch.randn(4) + random.random() + float(numpy.random.rand()))
         return {"x": self.x[index] + noise, "index": torch.tensor(index)}
+
+
+def shuffling_loader():
+    """A DataLoader of the user's own; its order comes from torch's global generator."""
+    return DataLoader(NoisyPoints(), batch_size=4, shuffle=True)
 
 
 class DropoutNet(nn.Module):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stopping_jobs import Job, assert_same_run, checkpoint, journal
+from stopping_jobs import RECIPE, Job, assert_same_run, checkpoint, journal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -47,6 +47,14 @@ def test_killed_in_the_first_epoch_with_accumulation_and_one_process(tmp_path):
     finish(tmp_path, *settings, f"resume={torn.run_dir}", nproc=0)
     assert_same_run(whole.run_dir, torn.run_dir, num_ranks=1)
     assert len(journal(whole.run_dir)) == 15
+
+
+def test_a_loader_of_the_users_own_goes_on_in_its_order(tmp_path):
+    settings = [f"train_data={{target: {RECIPE.parent}/stopping_parts.py:shuffling_loader}}", "save_every=7", "max_steps=30"]
+    whole = finish(tmp_path, *settings, nproc=0, run="whole")
+    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=24", nproc=0, run="torn", expect=-9)
+    finish(tmp_path, *settings, f"resume={torn.run_dir}", nproc=0)
+    assert_same_run(whole.run_dir, torn.run_dir, num_ranks=1)
 
 
 def test_a_run_with_a_best_checkpoint_resumed_from_an_earlier_one(tmp_path):
