@@ -82,6 +82,10 @@ class HookDispatcher:
                 if hasattr(hook, event):
                     self._calls[event].append((name, getattr(hook, event)))
 
+    def has(self, event: str) -> bool:
+        """Whether any hook listens to this event."""
+        return bool(self._calls[event])
+
     def call(self, event: str, state: Any) -> dict[str, float]:
         """Call every hook that has this event; returns its numbers as floats: at most one device sync."""
         found = self.collect(event, state)

@@ -1653,17 +1653,24 @@ def parallelise(model: nn.Module, recipe: Recipe, world: World) -> nn.Module:
                                    static_graph=recipe.static_graph)
 
 
-def build_hooks(settings: dict[str, dict], **defaults: Any) -> dict[str, Any]:
-    """The recipe's hooks by name; defaults fill constructor arguments that the recipe leaves at None."""
+def build_hooks(recipe: Recipe, span: Callable) -> hooks.HookDispatcher:
+    """The recipe's hooks. Raises RecipeError for a value that a hook refuses, or a method that is nearly an event."""
+    defaults = {"log_frequency": recipe.log_every, "span": span}  # for what the recipe leaves at None
     named = {}
-    for name, component in settings.items():
-        component = {"target": f"hooks.{component['type']}", **component} if "type" in component else component
-        component = {key: value for key, value in component.items() if key != "type"}
+    for name, settings in recipe.hooks.items():
+        component = {"target": f"hooks.{settings['type']}", **settings} if "type" in settings else dict(settings)
+        component.pop("type", None)
         parameters = inspect.signature(locate(component["target"])).parameters
         filled = {key: value for key, value in defaults.items() if key in parameters
                   and parameters[key].default is None and component.get(key) is None}
-        named[name] = build({key: value for key, value in component.items() if key not in filled}, **filled)
-    return named
+        try:
+            named[name] = build({key: value for key, value in component.items() if key not in filled}, **filled)
+        except ValueError as error:
+            raise RecipeError(f"hooks.{name}: {error}") from error
+    try:
+        return hooks.HookDispatcher(named, span=span if recipe.structured_logging.trace_hooks else None)
+    except ValueError as error:
+        raise RecipeError(f"hooks: {error}") from error
 
 
 # ---- Checkpoints --------------------------------------------------------------------------------------------------
@@ -2352,9 +2359,7 @@ class Trainer:
         self.stopper.closing(f"{type(error).__name__}: {error} ({where})" if error is not None else "")
         try:
             if self.hooks is not None:
-                found = self.call_hooks("after_train")
-                if found:
-                    self.metrics.add(state.step, state.epoch, found)
+                self.report_hooks("after_train")
         except Exception as hook_error:
             logger.error("%s", hook_error, exc_info=hook_error)
             if error is None:
@@ -2376,6 +2381,7 @@ class Trainer:
     def build(self) -> None:
         """Model, data, optimizer, hooks and writer, in an order in which nothing slow comes before a likely mistake."""
         recipe, world, state = self.recipe, self.world, self.state
+        dispatcher = build_hooks(recipe, span=log_trace_span)
         with log_trace_span("process_group", sync=True):
             join_process_group(world, recipe)
         hosts = world.gather(world.host, "launch_files")
@@ -2412,9 +2418,7 @@ class Trainer:
             trace_buffer_broadcast(self.wrapped)
         on_cuda = world.device.type == "cuda"
         self.ready_mark = ReadyMark(partial(torch.cuda.Event, enable_timing=True) if on_cuda else None)
-        named = build_hooks(recipe.hooks, log_frequency=recipe.log_every, span=log_trace_span)
-        self.hooks = hooks.HookDispatcher(named, span=log_trace_span if self.tracing.trace_hooks else None)
-        self.events = {event for hook in named.values() for event in hooks.EVENTS if hasattr(hook, event)}
+        self.hooks = dispatcher
         self.metrics = MetricLog(self.open_writer(), self.attempt)
         self.metrics.epoch_sums.update(saved["epoch_sums"] if saved else {})
         self.stopper.writer = self.metrics.writer
@@ -2466,7 +2470,7 @@ class Trainer:
 
     def train(self) -> None:
         """All epochs, up to the last step of the run."""
-        self.call_hooks("before_train")
+        self.report_hooks("before_train")
         while not self.finished() and not self.stopped:
             with log_trace_span("epoch", args={"epoch": self.state.epoch}):
                 self.train_epoch()
@@ -2485,7 +2489,7 @@ class Trainer:
         self.model.train()
         # Each rank draws its own numbers, which depend on seed and epoch; in the middle of one they go on.
         seed_everything(mixed_seed(recipe.seed, state.epoch, world.rank))
-        self.call_hooks("before_epoch")
+        self.report_hooks("before_epoch")
         batches = begin_epoch(self.train_loader, state.epoch, recipe.seed, self.batches_done)
         if self.rng is not None:
             set_rng_states(self.rng, world.device)
@@ -2510,7 +2514,7 @@ class Trainer:
             return
         means = self.metrics.end_epoch(state.step, state.epoch)
         logger.info("epoch %d | %s", state.epoch, " ".join(f"{key} {value:.4f}" for key, value in means.items()))
-        self.call_hooks("after_epoch")
+        self.report_hooks("after_epoch")
         if epoch_is_over:  # and not only the run
             state.epoch, self.batches_done = state.epoch + 1, 0
             self.metrics.epoch_sums.clear()
@@ -2533,12 +2537,13 @@ class Trainer:
         state.lr = self.set_lr(state.step)
 
         totals: dict[str, Any] = {}
+        found: dict[str, Any] = {}  # what hooks return
         for index, batch in enumerate(window):
             is_last = index == len(window) - 1
             # To device.
             with log_trace_span("to_device"):
                 state.batch = to_device(batch, world.device)
-            self.call_hooks("before_step")
+            found.update(self.call_hooks("before_step"))
             meets = is_last and self.is_ddp and self.tracing.enabled
             # DDP decides in forward whether this backward will reduce the gradients.
             with self.gradient_sync(is_last):
@@ -2558,8 +2563,9 @@ class Trainer:
         state.metrics = {key: value / len(window) if len(window) > 1 else value for key, value in totals.items()}
 
         # Hooks see the gradients reduced and unscaled, not yet clipped.
+        state.grad_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         self.scaler.unscale_(self.optimizer)
-        found = self.call_hooks("after_backward")
+        found.update(self.call_hooks("after_backward"))
         # Clip and step.
         with log_trace_span("optimizer"):
             if recipe.clip_norm is not None:
@@ -2652,10 +2658,16 @@ class Trainer:
 
     def call_hooks(self, event: str) -> dict[str, Any]:
         """One event of all hooks in a span; what they return stays on the device."""
-        if event not in self.events:
+        if not self.hooks.has(event):
             return {}
         with log_trace_span("hooks"):
             return self.hooks.collect(event, self.state)
+
+    def report_hooks(self, event: str) -> None:
+        """An event that is not part of a step: what hooks return is written at once."""
+        found = self.call_hooks(event)
+        if found and self.metrics is not None:
+            self.metrics.add(self.state.step, self.state.epoch, found)
 
     # -- evaluation
 

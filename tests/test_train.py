@@ -106,7 +106,7 @@ def test_learning_rate_follows_the_schedule(two_ranks):
 def test_the_run_can_be_told_and_run_again_from_its_directory(two_ranks):
     run_dir = two_ranks[0]
     facts = json.loads((run_dir / "launch/attempt_0/launch.json").read_text())
-    assert "train.py" in facts["command"] and facts["versions"]["torch"] == torch.__version__
+    assert "train.py" in facts["command"] and torch.__version__.startswith(facts["versions"]["torch"])
     assert len(facts["hosts"]) == 2 and facts["torchrun"]["processes"] == 2
     assert "environ" not in facts
     for script in ("train.py", "hooks.py", "tracing.py"):
