@@ -1942,7 +1942,7 @@ CHANGES = {
     "num_workers": "random numbers drawn in the data set may differ",
     "seed": "the order of the samples is another from here on",
     "model": "the weights are the checkpoint's",
-    "optimizer": "its state is the checkpoint's, its settings are the new ones",
+    "optimizer": "its settings are the new ones",
     "precision": "rounding differs", "parallel": "rounding differs", "compile": "rounding differs",
     "tf32": "rounding differs", "schedule": "the learning rate is the new schedule's at this step",
     "epochs": "the learning rate is the new schedule's at this step",
@@ -2334,7 +2334,8 @@ class Trainer:
         self.run_dir, self.attempt = start.run_dir, start.attempt
         self.tracing = recipe.structured_logging
         self.batches_done = 0  # micro-batches of this epoch that are in the weights
-        self.evaluated_at = self.saved_at = -1  # step of the last evaluation, of the last checkpoint
+        # Steps of the last evaluation, of the last checkpoint, of the checkpoint that this start goes on from.
+        self.evaluated_at = self.saved_at = self.resumed_at = -1
         self.best: dict | None = None  # value and step of the best evaluation so far
         self.best_is_new = False  # and it has no checkpoint yet
         self.rng: dict | None = None  # generators' states to go on with, in the middle of an epoch
@@ -2666,6 +2667,8 @@ class Trainer:
     def report_hooks(self, event: str) -> None:
         """An event that is not part of a step: what hooks return is written at once."""
         found = self.call_hooks(event)
+        if event.startswith("before") and self.state.step == self.resumed_at:
+            return  # the start before has written it
         if found and self.metrics is not None:
             self.metrics.add(self.state.step, self.state.epoch, found)
 
@@ -2794,7 +2797,7 @@ class Trainer:
                     problem, error = str(failed), failed
             problem = world.gather(problem, "checkpoint_written")[0]
         if problem:
-                raise error or CheckpointError(problem)
+            raise error or CheckpointError(problem)
         self.saved_at, self.best_is_new, self.stopper.is_saving = state.step, False, False
         self.stopper.mark()
         state.paused_s += time.perf_counter() - start
@@ -2817,7 +2820,9 @@ class Trainer:
         state.step, state.epoch = saved["step"], saved["epoch"]
         num_samples = saved["batches_done"] * saved["recipe"]["batch_size"] * saved["world_size"]
         self.batches_done = num_samples // (recipe.batch_size * world.world_size)
-        self.evaluated_at, self.saved_at, self.best = saved["evaluated_at"], saved["step"], saved["best"]
+        self.evaluated_at, self.saved_at, self.resumed_at = saved["evaluated_at"], saved["step"], saved["step"]
+        if saved["recipe"]["best"] == as_plain(recipe_to_dict(recipe))["best"]:
+            self.best = saved["best"]
         if self.batches_done and world.rank < saved["world_size"]:
             self.rng = saved["rng"][world.rank]
         logger.info("going on from %s: step %d, epoch %d", self.start.checkpoint, state.step, state.epoch)
@@ -2831,6 +2836,8 @@ class Trainer:
         """Optimizer and loss scale; settings that were changed since the checkpoint are the new ones."""
         then, now = saved["recipe"]["optimizer"], as_plain(recipe_to_dict(self.recipe)["optimizer"])
         if then["target"] != now["target"]:
+            if self.world.rank == 0:
+                logger.warning("%s begins with an empty state: the checkpoint's is of %s", now["target"], then["target"])
             return
         fresh = [dict(group) for group in self.optimizer.param_groups]
         load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
