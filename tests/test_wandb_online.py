@@ -101,11 +101,12 @@ def test_a_failed_run_is_marked_failed(server, tmp_path):
 def test_without_a_key_that_is_accepted_it_is_offline_and_a_terminal_is_never_asked(tmp_path, has_key):
     recipe = write_recipe(tmp_path, max_steps=2, hooks={}, use_wandb=True)
     with WandbServer(status=401) as refusing:
-        env = {**os.environ, **refusing.env, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+        env = {**os.environ, **refusing.env, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path),
+               "NETRC": str(tmp_path / "netrc")}
         kept = {key: value for key, value in env.items() if value is not None and (has_key or key != "WANDB_API_KEY")}
         main, child = pty.openpty()
-        process = subprocess.Popen([sys.executable, TRAIN, recipe, f"exp_dir={tmp_path}/exp", "group=g", "run=r"], stdin=child,
-                                   stdout=child, stderr=child, start_new_session=True, env=kept)
+        command = [sys.executable, TRAIN, recipe, f"exp_dir={tmp_path}/exp", "group=g", "run=r"]
+        process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True, env=kept)
         os.close(child)
         try:
             shown = read_until_closed(main, 150)

@@ -1,4 +1,4 @@
-"""Metric writers that do not start, fail, hang or meet a full disk: the training goes on, and the metrics are somewhere."""
+"""Metric writers that do not start, fail, hang or meet a bad disk: the training goes on, the metrics are somewhere."""
 
 import errno
 import logging
@@ -209,9 +209,8 @@ def test_a_server_that_is_not_there_means_offline_even_with_a_closed_stdin(tmp_p
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     recipe = write_recipe(tmp_path, use_wandb=True, hooks={"Trouble": {
         "target": TROUBLE, "wait_at": 8, "awaited": "none", "said": "W&B is not to be had"}})
-    done = run(["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, TRAIN, recipe, f"exp_dir={tmp_path}/exp", "group=g", "run=r"],
-               timeout_s=300, env={"WANDB_MODE": None, "WANDB_BASE_URL": url, "WANDB_API_KEY": KEY})
+    without_stdin = ["sh", "-c", 'exec "$@" <&-', "sh"]
+    done = run([*without_stdin, sys.executable, TRAIN, recipe, f"exp_dir={tmp_path}/exp", "group=g", "run=r"], timeout_s=300,
+               env={"WANDB_MODE": None, "WANDB_BASE_URL": url, "WANDB_API_KEY": KEY})
     assert done.returncode == 0, done.stderr
-    assert len(history(tmp_path / "exp/g/r")[0]) == 17
-
-
+    assert len([row for row in history(tmp_path / "exp/g/r")[0] if "train_batch/loss" in row]) == 16

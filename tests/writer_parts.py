@@ -26,8 +26,8 @@ class Trouble:
     `fault`, mended_at: remove it again. wait_at: go on when the file `awaited` is there, or `said` in train.log.
     kill_at: this process kills itself, the first time only."""
 
-    def __init__(self, signal_at: int = 0, number: int = signal.SIGKILL, fault_at: int = 0, mended_at: int = 0, fault: str = "",
-                 wait_at: int = 0, awaited: str = "", said: str = "", kill_at: int = 0):
+    def __init__(self, signal_at: int = 0, number: int = signal.SIGKILL, fault_at: int = 0, mended_at: int = 0,
+                 fault: str = "", wait_at: int = 0, awaited: str = "", said: str = "", kill_at: int = 0):
         vars(self).update({key: value for key, value in locals().items() if key != "self"})
 
     def after_step(self, state):
@@ -42,7 +42,8 @@ class Trouble:
         if state.step == self.fault_at:
             Path(self.fault).touch()
         if state.step == self.wait_at:
-            until(lambda: Path(self.awaited).is_file() or self.said and self.said in (state.run_dir / "train.log").read_text())
+            log = state.run_dir / "train.log"
+            until(lambda: Path(self.awaited).is_file() or self.said and self.said in log.read_text())
         if state.step == self.mended_at:
             Path(self.fault).unlink()
         killed = state.run_dir / "killed"
