@@ -85,7 +85,7 @@ def ours(folder):
 
 def ours_off(folder):
     import tracing
-    return {"span, off": spans(tracing.log_trace_span, 20000), "1 scalar, off": scalars(tracing.log_trace_scalar, TEN, 20000)}
+    return {"span, off": spans(tracing.log_trace_span, 20000), "10 scalars, off": scalars(tracing.log_trace_scalar, TEN, 20000)}
 
 
 def args_span(log_trace_span, num_calls):
@@ -118,7 +118,7 @@ def torchtitan(folder):
 def torchtitan_off(folder):
     from torchtitan.observability import structured_logger as logger
     logger.init_structured_logger("bench", folder, enable=False)
-    return {"span, off": spans(logger.log_trace_span, 20000), "1 scalar, off": scalars(logger.log_trace_scalar, TEN, 20000)}
+    return {"span, off": spans(logger.log_trace_span, 20000), "10 scalars, off": scalars(logger.log_trace_scalar, TEN, 20000)}
 
 
 def python_logging(folder):
@@ -320,8 +320,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=30, help="blocks of calls for each contender (default 30)")
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--heartbeat", action="store_true")
-    parser.add_argument("--blocks", type=int, default=60, help="blocks of steps each way, with --training (default 60)")
-    parser.add_argument("--steps", type=int, default=50, help="steps a block, with --training (default 50)")
+    parser.add_argument("--blocks", type=int, default=300, help="blocks of steps each way, with --training (default 300)")
+    parser.add_argument("--steps", type=int, default=10, help="steps a block, with --training (default 10)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
