@@ -35,7 +35,7 @@ from collections import Counter, deque
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import chain, repeat, takewhile
-from operator import sub
+from operator import add, le, ne, sub
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 BLOCK_BYTES = 1 << 18  # of a file, parsed in one go; records may be out of order by as much
@@ -313,7 +313,7 @@ def order_of(record: dict) -> float:
 
 
 def num_lines(records: Iterable[dict]) -> int:
-    return sum(r["pattern"].records if "pattern" in r else 1 for r in records)
+    return sum(r["pattern"].records * len(r["steps"]) if "pattern" in r else 1 for r in records)
 
 
 def without_repeats(records: List[dict]) -> List[dict]:
@@ -344,21 +344,34 @@ class Rows:
         self.packed: List[tuple] = []
         self.fresh: List[tuple] = []
         self.own_us: Counter = Counter()  # sums of what is packed, exact
-        self.wait_us = 0
+        self.wait_us = self.length = 0
 
     def append(self, step: int, end_us: int, wait_us: int, own_us: Dict[Any, int], work_us: int) -> None:
         self.fresh.append((step, end_us, wait_us, own_us, work_us))
         if len(self.fresh) == self.CHUNK:
+            self.pack_fresh()
+
+    def pack_fresh(self) -> None:
+        if self.fresh:
             steps, ends, waits, owns, works = zip(*self.fresh)
-            columns = {}
-            for phase in set().union(*owns):
-                values = [own.get(phase, 0) for own in owns]
-                self.own_us[phase] += sum(values)
-                columns[phase] = pack_seconds(values)
-            self.wait_us += sum(waits)
-            self.packed.append((pack_integers(steps), pack_integers(ends), pack_seconds(waits), columns,
-                                pack_seconds(works)))
             self.fresh = []
+            self.extend(steps, ends, waits, {phase: [own.get(phase, 0) for own in owns]
+                                             for phase in set().union(*owns)}, works)
+
+    def extend(self, steps: Sequence[int], ends_us: Sequence[int], waits_us: Sequence[int],
+               own_us: Dict[Any, Sequence[int]], works_us: Sequence[int]) -> None:
+        """Append many rows, given as columns."""
+        self.pack_fresh()
+        self.length += len(steps)
+        self.wait_us += sum(waits_us)
+        columns = {}
+        for phase, values in own_us.items():
+            total_us = sum(values)
+            if total_us:
+                self.own_us[phase] += total_us
+                columns[phase] = pack_seconds(values)
+        self.packed.append((pack_integers(steps), pack_integers(ends_us), pack_seconds(waits_us), columns,
+                            pack_seconds(works_us)))
 
     def add_own_us(self, own_us: Counter) -> float:
         """Add each phase's sum to own_us, and return the sum of the waits."""
@@ -368,7 +381,7 @@ class Rows:
         return self.wait_us + sum(row[2] for row in self.fresh)
 
     def __len__(self) -> int:
-        return len(self.packed) * self.CHUNK + len(self.fresh)
+        return self.length + len(self.fresh)
 
     def with_phases(self) -> Iterator[Tuple[int, int, float, Dict[str, float]]]:
         """(end_us, step, wait_us, {phase: own_us}) of each row, without what is set apart."""
@@ -637,7 +650,8 @@ class Process:
             elif ph == "i":
                 self.instant(self.stream(r), r)
             elif ph == "S":
-                if self.sink is None and self.main.apart is None and not self.lossy():
+                if self.sink is None and self.main.apart is None and self.steps.everything and not self.lossy() \
+                        and self.step != r["steps"][0]:
                     r["pattern"].follow(self, r)
                 else:
                     self.follow(iter(parse_text(r["text"])))
@@ -645,23 +659,23 @@ class Process:
                 self.other(ph, r)
 
     def parse(self, block: bytes, path: str, first_line: int, unreadable: Unreadable) -> List[dict]:
-        """The records in whole lines; a step whose lines are like those of the steps before is one record, ph
-        S."""
+        """The records in whole lines; steps in a row whose lines are like those before are one record, ph S."""
         try:
             text = block.decode("utf-8")
         except UnicodeDecodeError:
             return parse_lines(block, path, first_line, unreadable)
         records: List[dict] = []
         at, taken = 0, 0
-        for match in self.pattern.lines.finditer(text) if self.pattern is not None else ():
-            step = self.pattern.record(match)
-            if step is not None:
-                if match.start() > at:
-                    records += parse_lines(text[at:match.start()].encode(), path, first_line, unreadable)
-                first_line += text.count("\n", at, match.end())
-                at = match.end()
-                taken += at - match.start()
-                records.append(step)
+        for run in self.pattern.runs(text) if self.pattern is not None else ():
+            begin, end = run[0].start(), run[-1].end()
+            steps = self.pattern.record(run, text[begin:end])
+            if steps is not None:
+                if begin > at:
+                    records += parse_lines(text[at:begin].encode(), path, first_line, unreadable)
+                first_line += text.count("\n", at, end)
+                at = end
+                taken += end - begin
+                records.append(steps)
         if at < len(text):
             rest = parse_lines(text[at:].encode(), path, first_line, unreadable)
             if 2 * taken < len(text) and self.sink is None:
@@ -705,7 +719,7 @@ class Process:
             # transfer).
             self.close_row(stream.key, "ready" in entry, ts, max(ts - stream.mark, 0))
             stream.mark = ts
-            self.note_meeting(entry, stream.key)
+            self.note_meetings(entry, stream.key)
         else:
             stream.spend(ts)
         stream.apart = None if stream.apart is entry else stream.apart
@@ -718,13 +732,13 @@ class Process:
         if self.sink is not None:
             self.sink.end(stream, entry, r)
 
-    def note_meeting(self, entry: dict, key: Any) -> None:
-        """Count a meeting of all ranks; remember what kind of waiting a sync span says that it is."""
+    def note_meetings(self, entry: dict, key: Any, count: int = 1) -> None:
+        """Count meetings of all ranks; remember what kind of waiting a sync span says that it is."""
         if entry["sync"] == "soft":
             self.soft.add(key)
         else:
             self.order = hash((self.order, key, entry.get("step")))
-            self.arrivals += 1
+            self.arrivals += count
             self.since_arrival = 0
         if "args" in entry and "opaque" in entry["args"]:
             self.opaque[key] = entry["args"]["opaque"]
@@ -778,12 +792,15 @@ class Process:
         self.step_own_us += own_us
         self.step_wait_us += wait_us
         if (own or wait_us) and (self.steps.everything or self.step in self.steps):
-            rows = self.rows.get((kind, told_ready))
-            if rows is None:
-                rows = self.rows[kind, told_ready] = Rows()
             if self.step_apart:
                 own_us = sum(us for phase, us in own.items() if not is_apart(phase))
-            rows.append(self.step, ts, wait_us, own, own_us)
+            self.rows_of(kind, told_ready).append(self.step, ts, wait_us, own, own_us)
+
+    def rows_of(self, kind: Any, told_ready: bool) -> Rows:
+        rows = self.rows.get((kind, told_ready))
+        if rows is None:
+            rows = self.rows[kind, told_ready] = Rows()
+        return rows
 
     def other(self, ph: str, r: dict) -> None:
         """The rarer records: scalars, errors of torchtitan's spans, definitions, headers."""
@@ -921,6 +938,7 @@ class StepPattern:
         self.lines = re.compile("^" + "".join(self.learn_line(r, line) for r, line in zip(records, lines)),
                                 re.M)
         self.ts_groups = [i for i, kind in enumerate(self.groups) if kind == "ts"]
+        self.step_group = self.groups.index("step")
         if self.open:
             raise ValueError("spans are still open")
         self.rows = [(*row, self.sums(own)) for *row, own in self.rows]
@@ -1007,49 +1025,79 @@ class StepPattern:
         self.groups.append("step")
         return '"step":(?P<step>\\d{1,16})'
 
-    def record(self, match) -> Optional[dict]:
-        """The step as one record, unless its time goes back in between."""
-        groups = match.groups()
-        ts = [int(groups[i]) for i in self.ts_groups]
-        if ts != sorted(ts):
+    def runs(self, text: str) -> Iterator[list]:
+        """The steps that are alike, as lists of matches that follow each other without a gap."""
+        run: list = []
+        for match in self.lines.finditer(text):
+            if run and run[-1].end() != match.start():
+                yield run
+                run = []
+            run.append(match)
+        if run:
+            yield run
+
+    def record(self, run: list, text: str) -> Optional[dict]:
+        """These steps as one record, unless time goes back in between or a step comes twice."""
+        columns = list(zip(*(match.groups() for match in run)))
+        ts = [list(map(int, columns[i])) for i in self.ts_groups]
+        steps = list(map(int, columns[self.step_group]))
+        in_order = all(all(map(le, a, b)) for a, b in zip(ts, ts[1:])) and all(map(le, ts[-1], ts[0][1:]))
+        if not in_order or not all(map(ne, steps, steps[1:])):
             return None
-        return {"ph": "S", "ts": ts[0], "last_ts": ts[-1], "step": int(match["step"]), "name": self.name,
-                "all_ts": ts,
-                "groups": groups, "pattern": self, "text": match.group()}
+        return {"ph": "S", "ts": ts[0][0], "last_ts": ts[-1][-1], "step": steps[-1], "name": self.name, "pattern": self,
+                "steps": steps, "all_ts": ts, "columns": columns, "text": text}
 
     def follow(self, p: Process, r: dict) -> None:
-        """What Process.follow does with the lines of this step."""
-        main, ts, step, groups = p.main, r["all_ts"], r["step"], r["groups"]
-        main.spend(ts[0])
-        if step != p.step:
-            p.next_step(step, ts[0])
+        """What Process.follow does with the lines of these steps, column by column."""
+        main, ts, steps, columns = p.main, r["all_ts"], r["steps"], r["columns"]
+        main.spend(ts[0][0])
+        p.next_step(steps[0], ts[0][0])
+        own_us, wait_us, nothing = [0] * len(steps), [0] * len(steps), [0] * len(steps)
         for entry, told_ready, end, since, own_times in self.rows:
-            self.add_own(main, ts, *own_times)
-            p.close_row(entry["name"], told_ready, ts[end], ts[end] - ts[since])
-            p.note_meeting(entry, entry["name"])
-        self.add_own(main, ts, *self.tail)
-        main.mark = ts[-1]
+            own, work = self.own_columns(ts, main.key, *own_times)
+            waits = list(map(sub, ts[end], ts[since]))
+            p.rows_of(entry["name"], told_ready).extend(steps, ts[end], waits, own, work)
+            own_us, wait_us = list(map(add, own_us, work)), list(map(add, wait_us, waits))
+            p.note_meetings(entry, entry["name"], len(steps))
+        own, work = self.own_columns(ts, main.key, *self.tail)
+        # From the last record of a step to the first of the next, time belongs to the span around the steps.
+        gaps = list(map(sub, ts[0][1:], ts[-1]))
+        if len(steps) > 1:
+            rest = {phase: values[:-1] for phase, values in own.items()}
+            rest[main.key] = list(map(add, rest.get(main.key, nothing), gaps))
+            work = list(map(add, work, gaps))
+            p.rows_of("", False).extend(steps[:-1], ts[0][1:], nothing[:-1], rest, work)
+            for durations, us in ((p.own_a_step, map(add, own_us, work)), (p.wait_a_step, wait_us[:-1])):
+                durations.fresh.extend(us)
+                durations.fresh_steps.extend(steps[:-1])
+        main.own = {phase: values[-1] for phase, values in own.items() if values[-1]}
+        main.mark = ts[-1][-1]
+        p.step, p.step_own_us, p.step_wait_us = steps[-1], own_us[-1], wait_us[-1]
+        p.first_step, p.last_step = min(p.first_step, *steps), max(p.last_step, *steps)
         for name, group in self.spans:
             durations = p.phases.get(name) or p.phase(name)
-            durations.fresh.append(int(groups[group]))
-            durations.fresh_steps.append(step)
+            durations.fresh.extend(map(int, columns[group]))
+            durations.fresh_steps.extend(steps)
         for group in self.scalars:
-            p.note_scalars({"args": json.loads(groups[group]), "step": step})
-        p.since_arrival = self.since_arrival if self.rows else p.since_arrival + self.since_arrival
-        p.records += self.records - 1
+            for step, args in zip(steps, json.loads(f"[{','.join(columns[group])}]")):
+                p.note_scalars({"args": args, "step": step})
+        p.since_arrival = self.since_arrival if self.rows else p.since_arrival + self.since_arrival * len(steps)
+        p.records += self.records * len(steps) - 1
 
     @staticmethod
-    def add_own(main: Stream, ts: Sequence[int], begin: int, until: int, rest: Optional[str],
-                times: List[tuple]) -> None:
-        own, left_us = main.own, ts[until] - ts[begin]
+    def own_columns(ts: Sequence[Sequence[int]], around: Any, begin: int, until: int, rest: Optional[str],
+                    times: List[tuple]) -> Tuple[Dict[Any, List[int]], List[int]]:
+        """{phase: own time in each step}, and their sums."""
+        work = left = list(map(sub, ts[until], ts[begin]))
+        own: Dict[Any, List[int]] = {}
         for phase, since, to in times:
-            us = ts[to] - ts[since]
-            left_us -= us
-            phase = main.key if phase is None else phase
-            own[phase] = own.get(phase, 0) + us
-        if left_us:
-            rest = main.key if rest is None else rest
-            own[rest] = own.get(rest, 0) + left_us
+            us = list(map(sub, ts[to], ts[since]))
+            left = list(map(sub, left, us))
+            phase = around if phase is None else phase
+            own[phase] = list(map(add, own[phase], us)) if phase in own else us
+        rest = around if rest is None else rest
+        own[rest] = list(map(add, own[rest], left)) if rest in own else left
+        return own, work
 
 
 # What a line of a learned step may have.
@@ -1582,6 +1630,7 @@ LATE_US, LATE_RATIO = 1000, 0.02  # a straggler's median lateness: at least so m
 COST_RATIO = 0.02  # what is found costs at least so much of the time of all steps
 MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
 MIN_Z = 6.0  # standard errors that a median lateness is above zero
+STRETCH_RATIO = 4.0  # of a part of the run, over the latest stretches that noise makes
 NOISE_US = 20.0  # no machine is quieter
 OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: above the usual by all three
 SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # once: so many steps long, so long, so much of the run
@@ -2021,17 +2070,33 @@ def always_late(judge: Judge) -> List[Late]:
             late = [array("f", map(sub, column, ref)) for column in columns]
         else:
             late = lateness(columns)
+        if judge.is_pipeline:
+            # Stages differ by design: only what changes is late.
+            usual = [median_low(column[:max(len(column) // 3, 1)]) for column in late]
+            late = [array("f", [us - by_design for us in column]) for column, by_design in zip(late, usual)]
         for rank, column in zip(ranks, late):
-            if judge.is_pipeline:
-                # Stages differ by design: only what changes is late.
-                usual = median_low(column[:max(len(column) // 3, 1)])
-                column = array("f", [us - usual for us in column])
             known = long_late(column, floor_us, judge.step_us)
+            if known and known[1] - known[0] < len(column) and not stands_out(column, known, late):
+                continue
             if known and known[2] * (known[1] - known[0]) >= COST_RATIO * judge.total_us:
                 first, last, late_us, z = known
                 cuts = [late_us if first <= i < last else 0.0 for i in range(len(column))]
                 found.append(Late(judge, track, rank, cuts, z, [ranks[i] for i in fast] or None))
     return found
+
+
+def stands_out(column: array, known: Tuple[int, int, float, float], late: Sequence[array]) -> bool:
+    """Whether a part of the run is late beyond what slow noise does: so much more than the usual rank's latest stretch,
+    and than this rank's own earliest one."""
+    usual = median_low([stretch_us(other) for other in late if other is not column] or [0.0])
+    return (known[1] - known[0]) * known[2] > STRETCH_RATIO * max(usual, stretch_us([-us for us in column]))
+
+
+def stretch_us(late: Sequence[float]) -> float:
+    """How late, in sum, a rank is in its latest stretch of meetings."""
+    high = sorted(late)[int(0.9 * (len(late) - 1))]
+    first, last = late_stretch(late, high, NOISE_US) if high > NOISE_US else (0, 0)
+    return sum(late[first:last])
 
 
 def few_fast(columns: Sequence[Sequence[float]], floor_us: float) -> List[int]:
