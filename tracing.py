@@ -1,59 +1,65 @@
 """Per-process traces of a training job: JSON lines that survive a SIGKILL, a full disk and a hang.
 
-Copy this one file into any codebase: standard library only, Python 3.8 and newer, Linux first. torchtitan's names.
+Copy this one file into any codebase: standard library only, Python 3.8 and newer, Linux first. The names are
+torchtitan's.
 
     from tracing import close_structured_logger, init_structured_logger, log_trace_scalar, log_trace_span, set_step
 
-    init_structured_logger("training", "exp/run1/structured_logs")     # once a process; before it every call is a no-op
+    init_structured_logger("training", "exp/run1/structured_logs")     # each process; before it calls do nothing
     for step in range(1, steps + 1):
         set_step(step)
-        with log_trace_span("forward"):                  # or @log_trace_span("forward") above any kind of function
+        with log_trace_span("forward"):              # or @log_trace_span("forward") above any kind of function
             loss = model(batch)
         log_trace_scalar({"tokens": 4096})
-    close_structured_logger()                            # says that the process ended well
+    close_structured_logger()                        # says that the process ended well
 
-In data-parallel training a slow rank makes all others wait. A span in which ranks wait for each other is marked with
-sync=True, and ready() says the moment at which this rank's own work is done and the rest is waiting. For plain DDP:
+In data-parallel training a slow rank makes all others wait. A span in which ranks wait for each other is marked
+with sync=True, and ready() says the moment at which this rank's own work is done and the rest is waiting. For
+plain DDP:
 
     def tell_when_ready(loss, span):
-        # The hook runs first in backward and queues span.ready in the autograd engine. Callbacks run in the order in
-        # which they were queued, after the last gradient: this one just before DDP's own, which waits for the ranks.
+        # The hook runs first in backward and queues span.ready in the autograd engine. Callbacks run after the
+        # last gradient, in the order in which they were queued: this one before DDP's, which waits for the ranks.
         loss.register_hook(lambda grad: torch.autograd.Variable._execution_engine.queue_callback(span.ready))
 
-    with log_trace_span("backward", sync=True) as span:      # accumulation: neither of the two under model.no_sync()
+    with log_trace_span("backward", sync=True) as span:      # neither of the two under model.no_sync()
         tell_when_ready(loss, span)
         loss.backward()
 
-queue_callback is the call that FSDP uses, but has no public name. The public one costs a hook on each parameter, once:
-    register_multi_grad_hook(list(model.parameters()), lambda grads: span.ready())     # from torch.autograd.graph
+queue_callback is the call that FSDP uses, but has no public name. The public way costs a hook a parameter, once:
+    from torch.autograd.graph import register_multi_grad_hook
+    register_multi_grad_hook(list(model.parameters()), lambda grads: span.ready())
 
-Data-loader workers write files of their own: a span "fetch" around the samples and the collation of each batch. Forked
-workers need nothing, spawned ones and those of a forkserver one argument, harmless otherwise:
+Data-loader workers write files of their own, with a span "fetch" around the samples and the collation of each
+batch. Forked workers need nothing, spawned ones and a forkserver's one argument, which is harmless otherwise:
     DataLoader(..., worker_init_fn=trace_worker_init(my_own_init_fn_or_nothing))
 
-THE FORMAT, version 1. One JSON object a line, ASCII, no NaN. <output_dir>/<source>.rank<NNNNN>.<start, UTC>.<pid>.jsonl;
-in a sub-folder for each 256 ranks in jobs of more. Rotation renames to .jsonl.1, .2 ... (higher is older).
+Stacks of all threads are written when nothing has come for stall_timeout_s, at `kill -USR1`, at SIGTERM (install
+handlers of your own before init) and at a crash in C. What this file does not do: read traces (trace_tools.py
+does), or raise into your loop.
 
-    ph  record      fields (in brackets: only where it differs from the default)
-    M   header      v, ts, mono_us (the same moment of CLOCK_MONOTONIC), boot_id, rank, local_rank, world_size, node, host,
-                    pid, source, worker (data-loader worker's number, a child process's name, null), parent (its pid),
-                    run, attempt, heartbeat_s, stall_timeout_s, versions, part (from 0); [continues]: file name of part - 1
+THE FORMAT, version 1. One JSON object a line, ASCII, no NaN, in
+<output_dir>/<source>.rank<NNNNN>.<start, UTC>.<pid>.jsonl; jobs of more than 256 ranks have a folder for each
+256. A full file is renamed to .jsonl.1, .2 ... (higher is older).
+
+    ph  record      fields (in brackets: only where they differ from the default)
+    M   header      v, ts, mono_us (the same moment of CLOCK_MONOTONIC), boot_id, rank, local_rank, world_size,
+                    node, host, pid, source, worker (a data-loader worker's number, a child process's name, null),
+                    parent (a child's: pid), run, attempt, heartbeat_s, stall_timeout_s, versions, part (from 0),
+                    [continues]: the file name of part - 1
     B   begin       ts, name, [step], [tid], [task], [tags], [sync: true or "soft"], [args]
-    E   end         ts, name, [step], dur, [tid], [task], [tags], [err: "Type: message"]; its begin has ts = ts - dur
+    E   end         ts, name, [step], dur, [tid], [task], [tags], [err: "Type: message"]. Its begin: ts - dur
     C   scalars     ts, [step], [tid], [task], args: {name: number}
     i   instant     ts, name, [step], [tid], [task], [args]
-    D   definition  name or tid, at: a place file:line:function that a name comes from; a thread's name. Once a file
+    D   definition  name or tid, at: a place file:line:function that uses the name; the thread's name. Once a file
 
-ts: microseconds since 1970, one reading of the wall clock plus the monotonic clock. dur: microseconds, monotonic. step,
-tid, task: none, the main thread, no asyncio task. NaN and infinities are text. Any record may hold lost: so many records
-before it could not be written. A file with `continues` begins with the spans still open: begins whose ts is before the
-header's. Reserved instants: ready (with the thread and task of its span; args: span), heartbeat (args: rss_mb, idle_s
-since the last other record, lost in all), stacks (args: why, seconds, threads: the innermost call first; or why, file,
-offset: what C wrote into <same name>.stacks.txt), relative_step, signal (for the owner of a handler), process_end (args:
-how: ok, exception, exit, or what the owner said).
-
-Stacks are written when nothing has come for stall_timeout_s, at `kill -USR1`, at SIGTERM (install handlers of your own
-before init) and at a crash in C. What this file does not do: read traces (trace_tools.py does), or raise into your loop.
+ts: microseconds since 1970, one reading of the wall clock plus the monotonic clock. dur: microseconds, monotonic.
+Defaults: no step, the main thread, no asyncio task. NaN and infinities are text. Any record may have lost: so
+many records before it could not be written. A file with `continues` begins with the spans that are still open,
+whose ts is before the header's. Reserved instants, with their args: ready (span; with the thread and task of the
+span), heartbeat (rss_mb, idle_s since the last other record, lost in all), stacks (why, seconds, threads, the
+innermost call first; or why, file, offset of what C wrote into <same name>.stacks.txt), relative_step, signal
+(for the owner of a handler), process_end (how: ok, exception, exit, or what the owner of the process said).
 """
 
 import atexit
@@ -104,7 +110,7 @@ def _cut(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    # ASCII, so that neither U+2028 nor a torn multi-byte character can break a line; lone surrogates become U+FFFD.
+    # ASCII, so that neither U+2028 nor a torn character can break a line; lone surrogates become U+FFFD.
     return json.dumps(_plain(value, 8, [MAX_VALUES]), allow_nan=False, separators=(",", ":"))
 
 
@@ -126,11 +132,12 @@ def _plain(value: Any, depth: int, budget: list) -> Any:
         if isinstance(value, (bytes, bytearray)):
             return _cut(bytes(value[:MAX_TEXT + 1]).decode("utf-8", "backslashreplace"))
         if isinstance(value, dict):
-            return {_plain(str(k), 1, budget): _plain(v, depth - 1, budget) for k, v in _some(value.items(), budget)}
+            pairs = _some(value.items(), budget)
+            return {_plain(str(k), 1, budget): _plain(v, depth - 1, budget) for k, v in pairs}
         if isinstance(value, (list, tuple, set, frozenset)):
             return [_plain(v, depth - 1, budget) for v in _some(value, budget)]
         if hasattr(value, "__float__") and getattr(value, "shape", ()) == ():
-            # NumPy's and torch's scalars, Decimal, Fraction. item() keeps integers; a device tensor waits for its device.
+            # NumPy's and torch's scalars, Decimal, Fraction. item() keeps integers; on a device it waits for it.
             item = value.item() if hasattr(value, "item") else value
             return _plain(item if type(item) in (bool, int, float) else float(item), depth - 1, budget)
     except Exception:   # a set that changes meanwhile, a scalar that is none
@@ -152,14 +159,14 @@ def _some(values: Any, budget: list) -> list:
     return [value for value, _ in zip(values, range(max(budget[0], 0)))]
 
 
-# ---- 2. The step and its tags: an asyncio task's own where it has some, else the process's (torchtitan's rules) ----
+# ---- 2. The step and its tags: an asyncio task's own where it has some, else the process's, as torchtitan does ----
 
 class _Step:
     __slots__ = ("step", "relative_step", "tags", "texts")
 
-    def __init__(self, step: Optional[int] = None, relative_step: Optional[int] = None, tags: Tuple[str, ...] = ()):
+    def __init__(self, step: Optional[int] = None, relative_step: Optional[int] = None, tags: tuple = ()):
         self.step, self.relative_step, self.tags = step, relative_step, tags
-        self.texts = ("" if step is None else f',"step":{_json(step)}', f',"tags":{_json(tags)}' if tags else "")
+        self.texts = (f',"step":{_json(step)}' if step is not None else "", f',"tags":{_json(tags)}' if tags else "")
 
 
 _step_everywhere = _Step()
@@ -174,7 +181,7 @@ def _step_texts(here: _Step) -> Tuple[str, str]:
 def set_step(step: int, *, relative_step: Optional[int] = None) -> None:
     """Name the optimizer step that all records from now on belong to, and drop the last step's tags.
 
-    relative_step counts from this start of the process (default: step). Where the two drift apart, an instant says so.
+    relative_step counts from this start of the process (default: step). An instant says where the two drift apart.
     """
     if _is_compiling():
         return
@@ -242,14 +249,13 @@ def _never() -> bool:
     return False
 
 
-_is_compiling: Callable[[], bool] = _never   # torch.compiler.is_dynamo_compiling once somebody has imported torch
+_is_compiling: Callable[[], bool] = _never   # torch.compiler.is_dynamo_compiling once torch is imported
 
 
 def _find_torch() -> None:
     global _is_compiling
     if _is_compiling is _never and "torch" in sys.modules:
-        compiler = getattr(sys.modules["torch"], "compiler", None)
-        _is_compiling = getattr(compiler, "is_dynamo_compiling", None) or getattr(compiler, "is_compiling", _never)
+        _is_compiling = getattr(getattr(sys.modules["torch"], "compiler", None), "is_dynamo_compiling", _never)
 
 
 _find_torch()
@@ -257,10 +263,11 @@ _find_torch()
 
 # ---- 3. Who this process is ----
 
-_LAUNCHERS = (   # torchrun, SLURM, Open MPI: rank, local_rank, world_size, node, attempt, run
+_SLURM = ("SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURM_JOB_ID")
+_LAUNCHERS = (   # rank, local_rank, world_size, node, attempt, run: torchrun's, SLURM's (srun, job), Open MPI's
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURM_JOB_ID"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURM_JOB_ID"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", *_SLURM),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", *_SLURM),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "", "", "PMIX_NAMESPACE"),
 )
 
@@ -271,7 +278,7 @@ def _number(variable: str) -> Optional[int]:
 
 
 def _identity(rank: Optional[int]) -> Dict[str, Any]:
-    """rank, world size and so on by the first that knows: the argument, the launcher's variables, torch.distributed."""
+    """Rank, world size and so on, by the first that knows: the argument, the launcher, torch.distributed."""
     who = {"rank": 0, "local_rank": 0, "world_size": 1, "node": 0, "attempt": 0, "run": None, "known": False}
     for *numbers, run in _LAUNCHERS:
         if _number(numbers[0]) is not None and _number(numbers[2]) is not None:
@@ -298,7 +305,7 @@ def _boot_id() -> Optional[str]:
 # ---- 4. The file: one write a record, under a lock because of short writes and rotation ----
 
 class _Name:
-    """What a name needs at each call: its JSON text, the longest span so far, and the call sites that the file has."""
+    """What a name needs at each call: its JSON text, the longest span so far, the call sites that the file has."""
     __slots__ = ("text", "longest_us", "code", "lasti", "sites")
 
     def __init__(self, name: str):
@@ -306,28 +313,29 @@ class _Name:
         self.forget()
 
     def forget(self) -> None:
-        self.code, self.lasti, self.sites = None, -1, {}   # the last site, and all: (id of code, offset) -> code
+        self.code, self.lasti, self.sites = None, -1, {}   # the last site; all: (id of code, offset) -> code
 
 
 class _Tracer:
-    """One process's trace. offset_ns: from CLOCK_MONOTONIC to 1970; a child is given its parent's, so that they agree."""
+    """One process's trace. offset_ns: from CLOCK_MONOTONIC to 1970; a child is given its parent's."""
 
     def __init__(self, settings: Dict[str, Any], who: Dict[str, Any], offset_ns: Optional[int] = None):
         self.settings, self.who, self.is_child = settings, who, offset_ns is not None
         self.offset_ns = offset_ns if self.is_child else time.time_ns() - monotonic_ns()
-        self.lock = threading.RLock()         # re-entrant: a signal handler may log while its thread is in here
+        self.lock = threading.RLock()   # re-entrant: a signal handler may log while its thread is in here
         self.fd, self.path, self.part, self.continues = -1, "", 0, None
         self.limit = int(settings["max_file_size_mb"] * 1e6)
-        self.room = -1                        # bytes until the file is full; below 0 too if there is something to make up for
-        self.torn, self.closed = False, False          # torn: the file ends in half a line
-        self.lost, self.lost_ever, self.checked = 0, 0, 0   # records; checked: bytes known to be in a file with a name
+        self.room = -1          # bytes until the file is full; below 0 too if there is something to make up for
+        self.torn, self.closed = False, False   # torn: the file ends in half a line
+        self.lost, self.lost_ever = 0, 0        # records: since the last that was written, and in all
+        self.checked = 0        # bytes of the file that were written when it certainly had a name
         self.retry_s, self.open_error = 0.0, OSError()
         self.names: Dict[str, _Name] = {}
-        self.open_spans: Dict["log_trace_span", None] = {}      # in the order of their begins
+        self.open_spans: Dict["log_trace_span", None] = {}   # in the order of their begins
         self.threads, self.main_ident = threading.local(), threading.main_thread().ident
         self.last_us, self.tagged, self.exit_code, self.ended = self.now_us(), False, None, False
         self.warned: set = set()
-        self.complaints: list = []            # errors to warn of once the lock is free, since a logging handler may trace
+        self.complaints: list = []   # errors to warn of once the lock is free: a logging handler may trace
         self.watch = _Watch(self)
 
     def now_us(self) -> int:
@@ -336,7 +344,7 @@ class _Tracer:
     def write(self, line: bytes) -> None:
         """Give a record to the operating system: when this has returned, no SIGKILL can take it back."""
         try:
-            with self.lock:   # the fast path; spans have a copy of it, since a call takes a tenth of their time
+            with self.lock:   # the fast path; spans have a copy of it: a call takes a tenth of their time
                 written = _os_write(self.fd, line) if self.room > 0 else 0
                 self.room -= written
                 if written != len(line):
@@ -345,7 +353,7 @@ class _Tracer:
             self.lose(line, error)
 
     def lose(self, line: bytes, error: OSError) -> None:
-        """Count a record that could not be written. Without the lock: a logging handler may trace, or take long."""
+        """Count a record that could not be written. Not under the lock: a logging handler may trace."""
         if not self.closed:
             with self.lock:
                 self.room = -1
@@ -354,11 +362,11 @@ class _Tracer:
             self.failed(error)
 
     def put_rest(self, line: bytes, written: int) -> None:
-        """Write what the fast path has not: the rest after a short write, or everything when it could not even try."""
+        """Write what the fast path has not: the rest after a short write, or all when it could not try."""
         if self.closed:
             return
         trouble = not written
-        if trouble:   # no file yet, a full one, or a failure to make up for: end the torn line, count what was lost
+        if trouble:   # no file yet, a full one, or a failure: end the torn line, say what was lost
             if self.fd < 0:
                 self.open()
             elif os.fstat(self.fd).st_size >= self.limit:
@@ -384,9 +392,11 @@ class _Tracer:
         kind = getattr(error, "errno", None) or type(error).__name__
         if kind not in self.warned:
             self.warned.add(kind)
-            _log.warning("tracing of rank %d: %s: %s. Training goes on; what is lost is counted in %s, where writing "
-                         "resumes by itself.", self.who["rank"], type(error).__name__, error,
-                         self.path or self.settings["output_dir"])
+            self.warn(f"{type(error).__name__}: {error}. Training goes on; what is lost is counted in "
+                      f"{self.path or self.settings['output_dir']}, where writing resumes by itself.")
+
+    def warn(self, message: str) -> None:
+        _log.warning("tracing of rank %d: %s", self.who["rank"], message)
 
     def complain(self) -> None:
         while self.complaints:
@@ -407,15 +417,16 @@ class _Tracer:
             sys.modules["multiprocessing.util"].Finalize(None, _at_exit, exitpriority=0)
 
     def _new_path(self) -> str:
-        folder, rank, start = self.settings["output_dir"], self.who["rank"], datetime.datetime.now(datetime.timezone.utc)
+        folder, rank = self.settings["output_dir"], self.who["rank"]
         if self.who["world_size"] > RANKS_A_FOLDER:
             first = rank // RANKS_A_FOLDER * RANKS_A_FOLDER
             folder = os.path.join(folder, f"ranks{first:05d}-{first + RANKS_A_FOLDER - 1:05d}")
         os.makedirs(folder, exist_ok=True)
-        return os.path.join(folder, f"{self.settings['source']}.rank{rank:05d}.{start:%Y%m%d-%H%M%S-%f}.{os.getpid()}.jsonl")
+        start = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+        return os.path.join(folder, f"{self.settings['source']}.rank{rank:05d}.{start}.{os.getpid()}.jsonl")
 
     def _new_file(self, path: str) -> int:
-        """Create path with the header and the spans still open, or leave nothing. Nobody's file is ever opened twice:
+        """Create path with the header and the spans still open, or leave nothing. Never somebody else's file:
         O_EXCL, since another host may have the same pid in the same microsecond."""
         text = (_json(self._header()) + "\n").encode() + b"".join(span.line for span in list(self.open_spans))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
@@ -432,7 +443,7 @@ class _Tracer:
         if self.fd >= 0:
             os.close(self.fd)
         self.path, self.fd, self.torn, self.checked = path, fd, False, os.fstat(fd).st_size
-        self.limit = max(int(self.settings["max_file_size_mb"] * 1e6), 2 * self.checked)   # what is open may be much
+        self.limit = max(int(self.settings["max_file_size_mb"] * 1e6), 2 * self.checked)   # much may be open
         self.room = -1 if self.lost else self.limit - self.checked
         self._forget_definitions()
 
@@ -457,7 +468,7 @@ class _Tracer:
             raise
 
     def _shift(self, path: str) -> None:
-        # A follower finds a file under the name at any moment: the full one, called .1 as well, or the new one.
+        # At any moment a follower finds a file under the name: the full one, called .1 as well, or the new one.
         names = [path] + [f"{path}.{i + 1}" for i in range(self.settings["backup_count"])]
         for i in range(len(names) - 1, 1, -1):
             if os.path.exists(names[i - 1]):
@@ -476,7 +487,7 @@ class _Tracer:
             self.complaints.append(error)
 
     def look_for_rank(self) -> None:
-        """A rank that becomes known late (torch.distributed, without a launcher's variables) gets a file of its own."""
+        """Give a rank that becomes known late (torch.distributed, no launcher's variables) a file of its own."""
         if self.who["known"]:
             return
         who = _identity(None)
@@ -485,7 +496,7 @@ class _Tracer:
             self._move(lambda: self._go_on_in(self._new_path()))
 
     def check_file(self) -> None:
-        """When the file was removed, with its folder perhaps, go on in a new one and count what went with the old."""
+        """When the file was removed, with its folder perhaps, go on in a new one and count what went with it."""
         if self.fd < 0:
             return
         state = os.fstat(self.fd)
@@ -495,7 +506,8 @@ class _Tracer:
         with self.lock:
             size = os.fstat(self.fd).st_size
             gone = os.pread(self.fd, size - self.checked, self.checked).count(b"\n")
-            self.lost, self.lost_ever, self.checked, self.room = self.lost + gone, self.lost_ever + gone, size, -1
+            self.lost, self.lost_ever = self.lost + gone, self.lost_ever + gone
+            self.checked, self.room = size, -1
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._move(lambda: self._go_on_in(self.path))
         self.failed(FileNotFoundError(f"{self.path} was removed"))
@@ -511,13 +523,14 @@ class _Tracer:
             self.failed(error)
 
     def _header(self) -> Dict[str, Any]:
-        now_ns, torch = monotonic_ns(), sys.modules.get("torch")
-        header = {"ph": "M", "v": FORMAT_VERSION, "ts": (now_ns + self.offset_ns) // 1000, "mono_us": now_ns // 1000,
-                  "boot_id": _boot_id(), **self.who, "host": socket.gethostname(), "pid": os.getpid(),
-                  "source": self.settings["source"], "worker": _worker_label(self.is_child),
-                  "parent": os.getppid() if self.is_child else None, "heartbeat_s": self.settings["heartbeat_s"],
-                  "stall_timeout_s": self.settings["stall_timeout_s"], "part": self.part,
-                  "versions": {"python": "%d.%d.%d" % sys.version_info[:3], "torch": getattr(torch, "__version__", None)}}
+        now_ns, settings = monotonic_ns(), self.settings
+        header = {"ph": "M", "v": FORMAT_VERSION, "ts": (now_ns + self.offset_ns) // 1000,
+                  "mono_us": now_ns // 1000, "boot_id": _boot_id(), **self.who, "host": socket.gethostname(),
+                  "pid": os.getpid(), "source": settings["source"], "worker": _worker_label(self.is_child),
+                  "parent": os.getppid() if self.is_child else None, "heartbeat_s": settings["heartbeat_s"],
+                  "stall_timeout_s": settings["stall_timeout_s"], "part": self.part,
+                  "versions": {"python": "%d.%d.%d" % sys.version_info[:3],
+                               "torch": getattr(sys.modules.get("torch"), "__version__", None)}}
         del header["known"]
         if self.continues:
             header["continues"] = self.continues
@@ -551,7 +564,7 @@ class _Tracer:
         info.sites[site] = code   # holds the code object, or its id could come again
         line = frame.f_lineno
         if frame.f_globals.get("__name__", "").startswith("asyncio.") and hasattr(function, "__code__"):
-            code, line = function.__code__, function.__code__.co_firstlineno   # a task has no caller of its own
+            code, line = function.__code__, function.__code__.co_firstlineno   # a task has no caller
         place = f"{code.co_filename}:{line}:{getattr(code, 'co_qualname', code.co_name)}"
         return f'{{"ph":"D",{info.text},"at":{_json(place)}}}\n'.encode()
 
@@ -602,17 +615,18 @@ def _worker_label(is_child: bool) -> Any:
 class log_trace_span:
     """Time a block or, as a decorator, each call of a function; the begin is on disk before the block starts.
 
-    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done. "soft": some wait
-    for one, as in a broadcast, and nobody for all. description and args are written with the begin. stacklevel: one more
-    for each helper of yours in between. One object may be entered again while it is open, by any number of threads.
+    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done. "soft": some
+    wait for one, as in a broadcast, and nobody for all. description and args are written with the begin.
+    stacklevel: one more for each helper of yours in between. One object may be entered again while it is open, by
+    any number of threads.
     """
-    __slots__ = ("name", "description", "sync", "args", "stacklevel",   # what it is
-                 "tracer", "begin_us", "info", "rest", "where", "line", "copies", "function")   # while it is open
+    __slots__ = ("name", "description", "sync", "args", "stacklevel", "function",        # what it is
+                 "tracer", "begin_us", "info", "rest", "where", "line", "copies")        # while it is open
 
     def __init__(self, name: str, description: Optional[str] = None, sync: Union[bool, str] = False,
                  args: Optional[Dict[str, Any]] = None, stacklevel: int = 2):
-        self.name, self.description, self.sync, self.args, self.stacklevel = name, description, sync, args, stacklevel
-        self.tracer = None
+        self.name, self.description, self.sync, self.args = name, description, sync, args
+        self.stacklevel, self.tracer = stacklevel, None
 
     def __enter__(self) -> "log_trace_span":
         return self
@@ -621,13 +635,13 @@ class log_trace_span:
         pass   # while off; _switch puts _enter and _exit in the place of these two
 
     def ready(self) -> None:
-        """Say that this rank's own work in the span is done and that the rest is waiting for others. Any thread may."""
+        """Say that this rank's own work in the span is done and the rest is waiting. Any thread may call it."""
         tracer = self.tracer
         if tracer is not None and tracer is _tracer:
             span = self.copies[-1] if self.copies else self
             tracer.last_us = now_us = tracer.now_us()
-            tracer.write(f'{{"ph":"i","ts":{now_us},"name":"ready"{span.rest},"args":{{"span":{span.info.text[7:]}}}}}\n'
-                         .encode())
+            args = f'"args":{{"span":{span.info.text[7:]}}}'
+            tracer.write(f'{{"ph":"i","ts":{now_us},"name":"ready"{span.rest},{args}}}\n'.encode())
 
     def _copy(self, function: Any = None) -> "log_trace_span":
         copy = log_trace_span(self.name, self.description, self.sync, self.args, self.stacklevel + 1)
@@ -635,7 +649,7 @@ class log_trace_span:
         return copy
 
     def __call__(self, function: Callable) -> Callable:
-        """Decorate a function, coroutine, generator or async generator: one span for each call, until it has ended."""
+        """Decorate a function, coroutine, generator or async generator: one span a call, until it has ended."""
         if inspect.iscoroutinefunction(function):
             @functools.wraps(function)
             async def wrapper(*args, **kwargs):
@@ -698,7 +712,8 @@ def _enter(span: log_trace_span) -> log_trace_span:
             more += ',"sync":"soft"' if span.sync == "soft" else ',"sync":true'
         if span.args is not None or span.description is not None:
             more += _begin_args(span)
-        span.where = where = "" if get_ident() == tracer.main_ident and _get_running_loop() is None else tracer.where()
+        is_plain = get_ident() == tracer.main_ident and _get_running_loop() is None
+        span.where = where = "" if is_plain else tracer.where()
         span.tracer, span.info, span.copies = tracer, info, None
         span.rest = rest = step + where
         span.begin_us = tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
@@ -749,7 +764,7 @@ def _exit(span: log_trace_span, kind: Any = None, error: Any = None, trace: Any 
 
 
 def _exit_copy(span: log_trace_span, kind: Any, error: Any) -> bool:
-    # The last begin of this very thread and task ends: that of a copy, or, which False says, that of the object itself.
+    # The last begin of this very thread and task ends: that of a copy, or (False) that of the object itself.
     where = span.tracer.where()
     for i in range(len(span.copies) - 1, -1, -1):
         if span.copies[i].where == where:
@@ -785,8 +800,8 @@ _OFF = (log_trace_span.__enter__, log_trace_span.__exit__)
 def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, stacklevel: int = 2) -> None:
     """Write numbers of the current step, or of an earlier one that they belong to, in one record.
 
-    NumPy's and torch's scalars will do (a device tensor waits for its device); what is no number is skipped with one
-    warning.
+    NumPy's and torch's scalars will do (a device tensor waits for its device); what is no number is skipped with
+    one warning.
     """
     tracer = _tracer
     if tracer is None or _is_compiling():
@@ -806,10 +821,11 @@ def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, s
             texts.append(f"{info.text[7:]}:{value}")
         if not texts:
             return
-        where = "" if get_ident() == tracer.main_ident and _get_running_loop() is None else tracer.where()
+        where = tracer.where()
         step_text = _step_texts(_step_here.get())[0] if step is None else f',"step":{_json(step)}'
         tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
-        tracer.write(definitions + f'{{"ph":"C","ts":{now_us}{step_text}{where},"args":{{{",".join(texts)}}}}}\n'.encode())
+        line = f'{{"ph":"C","ts":{now_us}{step_text}{where},"args":{{{",".join(texts)}}}}}\n'
+        tracer.write(definitions + line.encode())
     except Exception as error:
         tracer.failed(error)
 
@@ -850,13 +866,13 @@ class _Watch:
 
     def __init__(self, tracer: _Tracer):
         self.tracer, self.started = tracer, False
-        self.heartbeat_s, self.stall_timeout_s = tracer.settings["heartbeat_s"], tracer.settings["stall_timeout_s"]
+        self.heartbeat_s, self.stall_timeout_s = (tracer.settings[k] for k in ("heartbeat_s", "stall_timeout_s"))
         periods = [s for s in (self.heartbeat_s, self.stall_timeout_s / 4) if s > 0]
         self.tick_s = min(periods) if periods else 0.0
         self.stop_asked, self.thread = threading.Event(), None
         self.stacks, self.stacks_path, self.stacks_size = None, "", 0
-        self.signals: Dict[int, Any] = {}        # registered with faulthandler -> the Python handler at that time
-        self.arming = threading.RLock()          # held over a fork: see _before_fork
+        self.signals: Dict[int, Any] = {}   # registered with faulthandler -> the Python handler at that time
+        self.arming = threading.RLock()     # held over a fork: see _before_fork
         self.timer_tid, self.timer_is_ours, self.enabled_faults = None, False, False
         self.next_stall_s = self.stall_timeout_s
 
@@ -902,7 +918,8 @@ class _Watch:
         if not hasattr(faulthandler, "register"):   # Windows
             return
         usr1, term = signal.SIGUSR1, signal.SIGTERM
-        if usr1 in self.signals or signal.getsignal(usr1) == signal.SIG_DFL and not _signals_caught() >> (usr1 - 1) & 1:
+        is_free = signal.getsignal(usr1) == signal.SIG_DFL and not _signals_caught() >> (usr1 - 1) & 1
+        if usr1 in self.signals or is_free:
             faulthandler.register(usr1, self.stacks, all_threads=True)
             self.signals[usr1] = signal.SIG_DFL
         if not self.tracer.is_child:   # a data-loader worker's SIGTERM is its parent's ordinary way to end it
@@ -926,8 +943,8 @@ class _Watch:
             if not _timer_threads():
                 return True
             time.sleep(0.01)
-        _log.warning("tracing of rank %d: faulthandler.dump_traceback_later is in use by somebody else, who keeps it: "
-                     "no stacks when C code hangs with the GIL", self.tracer.who["rank"])
+        self.tracer.warn("faulthandler.dump_traceback_later is in use by somebody else, who keeps it: no stacks when "
+                         "C code hangs with the GIL")
         return False
 
     def arm(self) -> None:
@@ -937,7 +954,7 @@ class _Watch:
         with self.arming:
             if not self.timer_is_ours or self.stop_asked.is_set():
                 return
-            if self.timer_tid is not None and not os.path.exists(f"/proc/self/task/{self.timer_tid}"):
+            if self.timer_tid is not None and not self._timer_lives():
                 # Fired, cancelled or replaced. If replaced, it is somebody else's now.
                 self.timer_is_ours, self.timer_tid = self._timer_is_free(), None
                 if not self.timer_is_ours:
@@ -949,9 +966,12 @@ class _Watch:
 
     def disarm(self) -> None:
         """Call with self.arming held."""
-        if self.timer_is_ours and (self.timer_tid is None or os.path.exists(f"/proc/self/task/{self.timer_tid}")):
+        if self.timer_is_ours and (self.timer_tid is None or self._timer_lives()):
             faulthandler.cancel_dump_traceback_later()
         self.timer_tid = None
+
+    def _timer_lives(self) -> bool:
+        return os.path.exists(f"/proc/self/task/{self.timer_tid}")
 
     # -- the heartbeat thread
 
@@ -959,7 +979,7 @@ class _Watch:
         due_s = last_s = time.monotonic()
         while not self.stop_asked.wait(self.tick_s):
             now_s = time.monotonic()
-            # A thread that wakes far too late was frozen with its process (SIGSTOP, GIL): that says nothing about the rest.
+            # A thread that wakes far too late was frozen with its process (SIGSTOP, GIL): no word on the others.
             frozen, last_s = now_s - last_s > 3 * self.tick_s + 1.0, now_s
             try:
                 self.tracer.complain()
@@ -979,17 +999,18 @@ class _Watch:
 
     def _beat(self, idle_s: float) -> None:
         tracer, before_s = self.tracer, time.monotonic()
-        tracer.instant("heartbeat", {"rss_mb": _rss_mb(), "idle_s": round(idle_s, 3), "lost": tracer.lost_ever})
+        args = {"rss_mb": _rss_mb(), "idle_s": round(idle_s, 3), "lost": tracer.lost_ever}
+        tracer.instant("heartbeat", args)
         took_s = time.monotonic() - before_s
         if took_s > SLOW_WRITE_S and "slow" not in tracer.warned:
             tracer.warned.add("slow")
-            _log.warning("tracing of rank %d: a write to %s took %.1f s. This rank's training waits for its traces: put them "
-                         "on a faster disk", tracer.who["rank"], tracer.path, took_s)
+            tracer.warn(f"a write to {tracer.path} took {took_s:.1f} s. This rank's training waits for its traces: "
+                        "put them on a faster disk")
 
     def _patience_s(self) -> float:
         """The stall time-out, or twice the longest that the innermost open span has ever taken."""
         spans = list(self.tracer.open_spans)
-        innermost = [span for span in spans if not span.where][-1:] or spans[-1:]   # of the main thread if it has one
+        innermost = [span for span in spans if not span.where][-1:] or spans[-1:]   # the main thread's, if any
         return max([self.stall_timeout_s] + [2e-6 * span.info.longest_us for span in innermost])
 
     def _look_for_stall(self, idle_s: float) -> None:
@@ -999,14 +1020,15 @@ class _Watch:
         elif idle_s >= self.next_stall_s and (self.tracer.open_spans or not self.tracer.is_child):
             # A worker without an open span waits for its parent to ask, which is no stall.
             self.next_stall_s = 2 * idle_s
-            self.tracer.instant("stacks", {"why": "stall", "seconds": round(idle_s, 3), "threads": _all_stacks(self.thread)})
+            args = {"why": "stall", "seconds": round(idle_s, 3), "threads": _all_stacks(self.thread)}
+            self.tracer.instant("stacks", args)
 
     def _notice_dumps(self) -> None:
         if self.stacks is not None:
             size = os.fstat(self.stacks.fileno()).st_size
             if size > self.stacks_size:
-                self.tracer.instant("stacks", {"why": "written in C: a signal, or the GIL held too long",
-                                               "file": os.path.basename(self.stacks_path), "offset": self.stacks_size})
+                why, name = "written in C: a signal, or the GIL held too long", os.path.basename(self.stacks_path)
+                self.tracer.instant("stacks", {"why": why, "file": name, "offset": self.stacks_size})
             self.stacks_size = size
 
 
@@ -1027,10 +1049,14 @@ def _all_stacks(but: Any) -> list:
         thread = threads.get(ident)
         if thread is but:
             continue
-        frames = [f"{f.f_code.co_filename}:{line}:{f.f_code.co_name}" for f, line in traceback.walk_stack(frame)]
+        frames = _places(traceback.walk_stack(frame))
         stacks.append({"name": thread.name if thread else "?", "tid": getattr(thread, "native_id", None),
                        "stack": frames[:40]})
     return stacks[:20]
+
+
+def _places(frames: Any) -> list:
+    return [f"{frame.f_code.co_filename}:{line}:{frame.f_code.co_name}" for frame, line in frames]
 
 
 def _rss_mb() -> Optional[float]:
@@ -1058,8 +1084,8 @@ def _thread_ids() -> set:
 
 
 def _timer_threads() -> set:
-    """The threads that look like faulthandler's timer, which no API tells of: named as the main thread is, and with every
-    signal blocked, as it alone does in CPython."""
+    """The threads that look like faulthandler's timer, which no API tells of: named as the main thread is, and with
+    every signal blocked, which nothing else in CPython does."""
     everything = 0x7FFBFEFF   # signals 1 to 31, without KILL and STOP
     found, main_name = set(), None
     for tid in sorted(_thread_ids(), key=lambda tid: tid != str(os.getpid())):
@@ -1080,7 +1106,7 @@ _forking: Optional[_Tracer] = None   # the tracer whose timer is held off while 
 
 
 def _before_fork() -> None:
-    # A child that inherits an armed timer would wait for ever for the timer's thread when it exits: CPython joins it.
+    # A child that inherits an armed timer waits for ever when it exits: CPython joins the thread that it lacks.
     global _forking
     tracer = _tracer
     if tracer is not None:
@@ -1119,10 +1145,8 @@ def _after_fork_in_child() -> None:
 
 
 class trace_worker_init:
-    """A worker_init_fn that traces data-loader workers, spawned ones too, and then calls the one it was given.
-
-        DataLoader(dataset, num_workers=4, worker_init_fn=trace_worker_init(), multiprocessing_context="spawn")
-    """
+    """A worker_init_fn that traces data-loader workers, spawned ones too, and then calls the one it was given:
+    DataLoader(dataset, num_workers=4, worker_init_fn=trace_worker_init())."""
 
     def __init__(self, worker_init_fn: Optional[Callable[[int], None]] = None):
         self.worker_init_fn, tracer = worker_init_fn, _tracer
@@ -1141,7 +1165,7 @@ class trace_worker_init:
 
 
 def _trace_fetches() -> None:
-    """Put a span around what PyTorch's loader does for a batch, in whichever process it does it: samples and collation."""
+    """Put a span around what PyTorch's loader does for a batch, in whichever process: samples and collation."""
     fetchers = sys.modules.get("torch.utils.data._utils.fetch")
     for kind in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
         fetcher = getattr(fetchers, kind, None)
@@ -1183,12 +1207,12 @@ def _on_exception(kind: Any, error: Any, trace: Any) -> None:
 
 
 def _describe(error: BaseException) -> Dict[str, Any]:
-    frames = [f"{f.f_code.co_filename}:{line}:{f.f_code.co_name}" for f, line in traceback.walk_tb(error.__traceback__)]
+    frames = _places(traceback.walk_tb(error.__traceback__))
     return {"type": type(error).__name__, "message": _text(error), "frames": frames[:-11:-1]}
 
 
 def _on_sys_exit(code: Any = None) -> None:
-    # The only place that knows the exit code in time. When somebody catches the SystemExit, set_step forgets the code.
+    # The only place that knows the exit code in time. If somebody catches the SystemExit, set_step forgets it.
     tracer = _tracer
     if tracer is not None and threading.current_thread() is threading.main_thread():
         tracer.exit_code = code
@@ -1209,10 +1233,11 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
                            run: Optional[str] = None, attempt: Optional[int] = None) -> None:
     """Start this process's trace in output_dir; a second call with the same arguments is quiet.
 
-    source: what the process is ("training"), part of the file's name. rank: if the launcher's variables do not tell.
-    max_file_size_mb, backup_count: a full file is renamed to .1, and so many older ones are kept. heartbeat_s,
-    stall_timeout_s: 0 switches off. trace_workers: data-loader workers and other forked children; None: up to 64 ranks.
-    run, attempt: name of the run and number of its start, where the caller knows better than the launcher's variables.
+    source: what the process is ("training"), part of the file's name. rank: if the launcher's variables do not
+    tell. max_file_size_mb, backup_count: a full file is renamed to .1, and so many older ones are kept.
+    heartbeat_s, stall_timeout_s: 0 switches off. trace_workers: data-loader workers and other forked children;
+    None: up to 64 ranks. run, attempt: the run's name and the number of its start, where the caller knows better
+    than the launcher's variables.
     Raises ValueError for a setting that makes no sense, or when tracing has begun with others.
     """
     global _tracer, _settings
@@ -1247,16 +1272,18 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
 
 
 def _check(settings: Dict[str, Any]) -> None:
+    def want(key: str, is_good: bool, wanted: str) -> None:
+        if not is_good:
+            raise ValueError(f"init_structured_logger: {key}={settings[key]!r}, want {wanted}")
+
     for key, least in (("max_file_size_mb", 0.01), ("backup_count", 0), ("heartbeat_s", 0), ("stall_timeout_s", 0)):
-        value = settings[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < 1e9:
-            raise ValueError(f"init_structured_logger: {key}={value!r}, want a number from {least}")
-    if not isinstance(settings["backup_count"], int):
-        raise ValueError(f"init_structured_logger: backup_count={settings['backup_count']!r}, want a whole number")
-    if not settings["source"] or any(c in settings["source"] for c in "/\\\0"):
-        raise ValueError(f"init_structured_logger: source={settings['source']!r}, want a word that can be in a file name")
-    if settings["rank"] is not None and (not isinstance(settings["rank"], int) or settings["rank"] < 0):
-        raise ValueError(f"init_structured_logger: rank={settings['rank']!r}, want a number from 0, or None")
+        number = settings[key]
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        want(key, is_number and least <= number < 1e9, f"a number from {least}")
+    want("backup_count", isinstance(settings["backup_count"], int), "a whole number")
+    source, rank = settings["source"], settings["rank"]
+    want("source", source and not set(source) & set("/\\\0"), "a word that can be in a file name")
+    want("rank", rank is None or isinstance(rank, int) and rank >= 0, "a number from 0, or None")
 
 
 def close_structured_logger(how: str = "ok", **details: Any) -> None:
