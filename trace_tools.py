@@ -1621,10 +1621,11 @@ def group_ranks(processes: Iterable[Process], value_of) -> List[Tuple[Any, str]]
     return [(value, format_ranks(sorted(set(ranks)))) for value, ranks in groups.items()]
 
 
-# ---- The verdict: who is late ----------------------------------------------------------------------------------------
+# ---- The verdict: who is late ------------------------------------------------------------------------------
 #
-# Own time is blamed, never waiting. What a rank did between two meetings of ranks is its work; a rank whose work takes
-# longer than the others' makes them wait at the meeting. All of it is durations on one rank: no clocks are compared.
+# Own time is blamed, never waiting. What a rank did between two meetings of ranks is its work; a rank whose
+# work takes longer than the others' makes them wait at the meeting. All of it is durations on one rank: no
+# clocks are compared.
 
 LATE_US, LATE_RATIO = 1000, 0.02  # a straggler's median lateness: at least so much, and so much of a step
 COST_RATIO = 0.02  # what is found costs at least so much of the time of all steps
@@ -1633,7 +1634,8 @@ MIN_Z = 6.0  # standard errors that a median lateness is above zero
 STRETCH_RATIO = 4.0  # of a part of the run, over the latest stretches that noise makes
 NOISE_US = 20.0  # no machine is quieter
 OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: above the usual by all three
-SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # once: so many steps long, so long, so much of the run
+# once: so many steps long, so long, so much of the run
+SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01
 MOVING_RATIO, MOVING_US = 0.1, 2000  # lateness that moves from rank to rank, of a step
 SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 2.0  # all ranks from a step on
 BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000  # of a step, on all ranks alike
@@ -1641,10 +1643,13 @@ ODD_RATIO = 0.5  # of a step, for a phase whose name says nothing
 SAMPLES = 240  # meetings that are looked at phase by phase, of each finding
 
 COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|train|step|kernel|rollout|generate", re.I)
-BESIDES = re.compile(r"data|load|fetch|batch|input|read|token|augment|next|copy|to_|h2d|hook|callback|log|metric|write", re.I)
-COLLECTIVE = re.compile(r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|share", re.I)
+BESIDES = re.compile(
+    r"data|load|fetch|batch|input|read|token|augment|next|copy|to_|h2d|hook|callback|log|metric|write", re.I)
+COLLECTIVE = re.compile(
+    r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|share", re.I)
 BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
-PIPELINE = re.compile(r"pipeline|p2p|(recv|send)_?(f|b|act|grad|prev|next)|(^|_)pp(_|$|\d)|(^|_)stage_?\d", re.I)
+PIPELINE = re.compile(r"pipeline|p2p|(recv|send)_?(f|b|act|grad|prev|next)|(^|_)pp(_|$|\d)|(^|_)stage_?\d",
+                      re.I)
 NO_PHASE = "the end of the step"  # stands for the waiting where no phase is known to hold it
 
 
@@ -1658,7 +1663,8 @@ def noise_of(values: Sequence[float], centre: float) -> float:
 
 
 class Meetings:
-    """All meetings of one kind that the same ranks came to; a column of numbers for each rank, all of one length."""
+    """All meetings of one kind that the same ranks came to; a column of numbers for each rank, all of one
+    length."""
 
     def __init__(self, kind: str, told: bool):
         self.kind, self.told = kind, told  # the spans' name, and whether they tell when own work is done
@@ -1672,9 +1678,11 @@ class Meetings:
 
 
 def meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tuple[tuple, Dict[str, float], float]]:
-    """((kind, step, number in the step), {phase: own_us} since the last meeting, wait_us) of a process, in order.
+    """((kind, step, number in the step), {phase: own_us} since the last meeting, wait_us) of a process, in
+    order.
 
-    Where nothing is marked (wait_phase is not None) a step counts as one meeting, and that phase as its waiting.
+    Where nothing is marked (wait_phase is not None) a step counts as one meeting, and that phase as its
+    waiting.
     """
     kinds = [zip(rows.with_phases(), repeat(kind)) for (kind, _), rows in p.rows.items()]
     own: Dict[str, float] = {}
@@ -1721,7 +1729,8 @@ def work_before_meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tupl
 
 
 def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meetings]:
-    """The meetings of all ranks, matched by kind, step and number in the step; without steps before training."""
+    """The meetings of all ranks, matched by kind, step and number in the step; without steps before
+    training."""
     came: Dict[str, Dict[int, Tuple[array, array, array]]] = {}  # kind: rank: which meetings, work, waiting
     for p in mains:
         for (kind, step, number), work_us, wait_us in work_before_meetings(p, wait_phase):
@@ -1760,13 +1769,16 @@ def track_of(kind: str, ranks: Dict[int, Tuple[array, array, array]], told: bool
 
 
 def telling_phase(mains: Sequence[Process]) -> Optional[str]:
-    """The phase in which ranks wait, where none is marked: it is shorter just where the same rank's others are longer.
+    """The phase in which ranks wait, where none is marked: it is shorter just where the same rank's others
+    are longer.
 
-    Per step and rank, deviations from the ranks' median: of a phase, y, and of the rest, x. In a waiting phase y = -x,
-    and it is the few (late) ranks whose y is below zero. Nothing to tell from: the largest one named like a backward.
+    Per step and rank, deviations from the ranks' median: of a phase, y, and of the rest, x. In a waiting
+    phase y = -x, and it is the few (late) ranks whose y is below zero. Nothing to tell from: the largest one
+    named like a backward.
     """
     chosen = mains[::len(mains) // 32 + 1]
-    stride = max((p.last_step - p.first_step for p in chosen if p.last_step is not None), default=0) // 300 + 1
+    stride = max((p.last_step - p.first_step for p in chosen if p.last_step is not None),
+                 default=0) // 300 + 1
     per_rank = [{step: own for (_, step, _), own, _ in meetings(p, "") if step % stride == 0} for p in chosen]
     common = sorted(set.intersection(*map(set, per_rank))) if per_rank else []
     names: Counter = Counter()
@@ -1784,7 +1796,9 @@ def telling_phase(mains: Sequence[Process]) -> Optional[str]:
             for x, y in zip(rest, part):
                 sxy, sxx, syy = sxy + (x - x0) * (y - y0), sxx + (x - x0) ** 2, syy + (y - y0) ** 2
                 skew += (y - y0) ** 3
-        if sxx and syy and sxy / math.sqrt(sxx * syy) < -0.6 and 0.5 < -sxy / sxx < 1.5 and sxx > 1e5 * len(common):
+        if sxx < 1e5 * len(common) or not syy:  # the rest hardly varies: nothing can be told from it
+            continue
+        if sxy / math.sqrt(sxx * syy) < -0.6 and 0.5 < -sxy / sxx < 1.5:
             # With two ranks both sides look alike: the name, then the size decide.
             score = (1.0 if skew <= 0 else 0.0) * (len(per_rank) > 2) + 0.5 * bool(BACKWARD.search(name)) + \
                 0.4 * names[name] / sum(names.values())
@@ -1816,8 +1830,8 @@ def lateness(columns: Sequence[Sequence[float]]) -> List[array]:
 def losses(columns: Sequence[Sequence[float]]) -> Tuple[array, List[array]]:
     """Per meeting, what lateness cost: the longest work minus the lower median; and each rank's share of it.
 
-    Shares by the staircase: sorted downwards, each layer of work between one rank and the next is shared by all ranks
-    that reach above it. They add up to the loss, whoever is slow at the same time.
+    Shares by the staircase: sorted downwards, each layer of work between one rank and the next is shared by
+    all ranks that reach above it. They add up to the loss, whoever is slow at the same time.
     """
     loss, shares = array("f"), [array("f") for _ in columns]
     for work in zip(*columns):
@@ -1851,7 +1865,8 @@ def warm_up(work_per_step: Sequence[float]) -> int:
 
 
 def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[int, int]:
-    """The longest stretch of meetings that a rank is late at, as [first, last): the largest sum above half of high."""
+    """The longest stretch of meetings that a rank is late at, as [first, last): the largest sum above half of
+    high."""
     cut = max(floor_us, high) / 2
     best, best_range, total, begin = 0.0, (0, 0), 0.0, 0
     for i, value in enumerate(late):
@@ -1864,8 +1879,10 @@ def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[i
     return (0, len(late)) if last - first > 0.93 * len(late) else (first, last)
 
 
-def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optional[Tuple[int, int, float, float]]:
-    """[first, last) of the meetings that a rank is late at, all along or for a part of the run; its lateness and z."""
+def long_late(late: Sequence[float], floor_us: float,
+              step_us: float) -> Optional[Tuple[int, int, float, float]]:
+    """[first, last) of the meetings that a rank is late at, all along or for a part of the run; its lateness
+    and z."""
     ordered = sorted(late)
     for part in (0.9, 0.97, 0.99):  # the slow part of the run may be short
         high = ordered[int(part * (len(ordered) - 1))]
@@ -1876,11 +1893,13 @@ def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optiona
     return None
 
 
-def is_persistent(late: Sequence[float], floor_us: float, step_us: float, is_part: bool) -> Optional[Tuple[float, float]]:
-    """(median lateness, z) when a rank is late all along: z = median sqrt(n) / (1.2533 noise), and in every block.
+def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
+                  is_part: bool) -> Optional[Tuple[float, float]]:
+    """(median lateness, z) when a rank is late all along: z = median sqrt(n) / (1.2533 noise), and in every
+    block.
 
-    Slow noise (another job on the machine) is told by six blocks in a row, each at least half as late as it must be.
-    Few meetings, or only a part of the run, need a plain case: a tenth of a step.
+    Slow noise (another job on the machine) is told by six blocks in a row, each at least half as late as it
+    must be. Few meetings, or only a part of the run, need a plain case: a tenth of a step.
     """
     n = len(late)
     if n < (1.5 * FEW_MEETINGS if is_part else FEW_MEETINGS):
@@ -1948,24 +1967,30 @@ class Judge:
             t.steps, t.transfer = t.steps[begin:], t.transfer[begin:]
             t.work = {rank: column[begin:] for rank, column in t.work.items()}
 
-    def look_at(self, kind: str, steps: Sequence[int], ranks: Iterable[int]) -> List[Dict[int, Dict[str, float]]]:
-        """The work before the meetings in these steps once more, phase by phase: {rank: {phase: us}} for each step."""
+    def look_at(self, kind: str, steps: Sequence[int],
+                ranks: Iterable[int]) -> List[Dict[int, Dict[str, float]]]:
+        """The work before the meetings in these steps once more, phase by phase: {rank: {phase: us}} for each
+        step."""
         ranks = set(ranks)
         for p in self.mains:
-            wanted = {step for step in steps if p.rank not in self.owns.get((kind, step), ())} if p.rank in ranks else ()
+            wanted = {step for step in steps
+                      if p.rank not in self.owns.get((kind, step), ())} if p.rank in ranks else ()
             for (of_kind, step, _), own, _ in meetings(p, self.wait_phase) if wanted else ():
                 if of_kind == kind and step in wanted:
                     summed = self.owns.setdefault((kind, step), {}).setdefault(p.rank, {})
                     for phase, us in own.items():
                         summed[phase] = summed.get(phase, 0.0) + us
-        return [{r: own for r, own in self.owns.get((kind, step), {}).items() if r in ranks} for step in steps]
+        return [{r: own for r, own in self.owns.get((kind, step), {}).items() if r in ranks}
+                for step in steps]
 
     def some_ranks(self, near: int) -> List[int]:
         """The 32 ranks that are compared phase by phase: those next to one."""
         return sorted((p.rank for p in self.mains), key=lambda r: abs(r - near))[:33]
 
-    def excess(self, kind: str, steps: Sequence[int], rank: int, usual: Optional[Sequence[int]]) -> List[Tuple[float, str]]:
-        """[(median microseconds that a rank is above the usual ones, phase)] over meetings in these steps, most first."""
+    def excess(self, kind: str, steps: Sequence[int], rank: int,
+               usual: Optional[Sequence[int]]) -> List[Tuple[float, str]]:
+        """[(median microseconds that a rank is above the usual ones, phase)] over meetings in these steps,
+        most first."""
         chosen = some(steps)
         excess: Dict[str, List[float]] = {}
         for owns in self.look_at(kind, chosen, self.some_ranks(rank) if usual is None else [rank, *usual]):
@@ -2015,7 +2040,7 @@ def has_stages(mains: Sequence[Process], tracks: Sequence[Meetings]) -> bool:
     return apart or any(PIPELINE.search(plain_name(key)) for p in mains for key in p.own_us)
 
 
-# ---- The verdict: findings about the time that steps take ------------------------------------------------------------
+# ---- The verdict: findings about the time that steps take --------------------------------------------------
 
 class Late:
     """One rank that is late at one kind of meeting: by how much at each, and where in its work."""
@@ -2032,7 +2057,8 @@ class Late:
 
 
 def replay(judge: Judge, lates: Sequence[Late]) -> float:
-    """Microseconds that all steps would be shorter without these: each meeting waits for the last of the others."""
+    """Microseconds that all steps would be shorter without these: each meeting waits for the last of the
+    others."""
     saved = 0.0
     for track in judge.tracks:
         cuts = {}
@@ -2086,8 +2112,8 @@ def always_late(judge: Judge) -> List[Late]:
 
 
 def stands_out(column: array, known: Tuple[int, int, float, float], late: Sequence[array]) -> bool:
-    """Whether a part of the run is late beyond what slow noise does: so much more than the usual rank's latest stretch,
-    and than this rank's own earliest one."""
+    """Whether a part of the run is late beyond what slow noise does: so much more than the usual rank's
+    latest stretch, and than this rank's own earliest one."""
     usual = median_low([stretch_us(other) for other in late if other is not column] or [0.0])
     return (known[1] - known[0]) * known[2] > STRETCH_RATIO * max(usual, stretch_us([-us for us in column]))
 
@@ -2111,7 +2137,8 @@ def few_fast(columns: Sequence[Sequence[float]], floor_us: float) -> List[int]:
 
 
 def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[Late]]]:
-    """("burst", rank late now and then) and ("spike", once): meetings that cost far more than usual, by who led them."""
+    """("burst", rank late now and then) and ("spike", once): meetings that cost far more than usual, by who
+    led them."""
     found = []
     for track in judge.tracks:
         work = without(track, known)
@@ -2133,10 +2160,12 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
             spikes = [i for i in own if column[i] > max(SPIKE_STEPS * judge.step_us, SPIKE_US)]
             period = period_of([track.steps[i] for i in own])
             num, ratio = (3, COST_RATIO) if period else (5, 2 * COST_RATIO)  # noise has no period
-            if (len(own) >= num and cost >= ratio * judge.total_us and cost >= (0.2 if period else 0.6) * everything
+            if (len(own) >= num and cost >= ratio * judge.total_us and cost >= (0.2 if period else 0.6)
+                * everything
                     and max(column[i] for i in own) < 0.5 * cost):
                 cuts = dict((i, column[i]) for i in own)
-                found.append(("burst", Late(judge, track, rank, [cuts.get(i, 0.0) for i in range(len(loss))])))
+                found.append(("burst",
+                              Late(judge, track, rank, [cuts.get(i, 0.0) for i in range(len(loss))])))
                 continue
             for i in sorted(spikes, key=lambda i: -column[i])[:3]:
                 if column[i] >= SPIKE_RATIO * judge.total_us:
@@ -2156,7 +2185,8 @@ def period_of(steps: Sequence[int]) -> Optional[int]:
 
 
 def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
-    """`imbalance`: at most meetings some rank is late by much in the same phase, but never the same rank for long."""
+    """`imbalance`: at most meetings some rank is late by much in the same phase, but never the same rank for
+    long."""
     for track in judge.tracks:
         work = without(track, known)
         ranks = sorted(work)
@@ -2171,14 +2201,18 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         if part < 0.6 or excess_us < max(MOVING_RATIO * judge.step_us, MOVING_US):
             continue
         cost_us = sum(loss)
-        shown = [r for r, cost in sorted(zip(ranks, costs), key=lambda c: -c[1]) if cost > 0.5 * cost_us / len(ranks)]
+        shown = [r for r, cost in sorted(zip(ranks, costs), key=lambda c: -c[1]) if cost > 0.5
+                 * cost_us / len(ranks)]
         return finding(
-            judge, "imbalance", ranks if len(shown) > 0.8 * len(ranks) else sorted(shown), phase, track.steps, cost_us,
+            judge, "imbalance", ranks if len(shown) > 0.8 * len(ranks) else sorted(shown), phase,
+            track.steps, cost_us,
             cost_us, "medium",
-            [f"at half of the {len(loss):,} meetings in {plain_name(track.kind)} the last rank came {format_us(usual)} or more "
+            [f"at half of the {len(loss):,} meetings in {plain_name(track.kind)} the last rank came "
+             f"{format_us(usual)} or more "
              f"after the others, most of it in {phase}", f"no rank for long: the most costly one has "
              f"{100 * max(costs) / sum(costs):.0f} % of it"],
-            f"give ranks equal work in {phase}: batches of equal size (bucket or pack by length), or a data loader that "
+            f"give ranks equal work in {phase}: batches of equal size (bucket or pack by length), or a data "
+            f"loader that "
             "reads ahead")
     return None
 
@@ -2186,7 +2220,8 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
 def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tuple[str, float, float]:
     """(phase in which the last rank is above the others most, its median excess, its part of all excess)."""
     chosen = set(some(track.steps))
-    leader = {step: max(work, key=lambda r: work[r][i]) for i, step in enumerate(track.steps) if step in chosen}
+    leader = {step: max(work, key=lambda r: work[r][i]) for i, step in enumerate(track.steps)
+              if step in chosen}
     excess: Dict[str, List[float]] = {}
     steps = sorted(leader)
     for step, owns in zip(steps, judge.look_at(track.kind, steps, work)):
@@ -2196,13 +2231,16 @@ def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tupl
             excess.setdefault(phase, []).append(own[phase] - median_low([o.get(phase, 0.0) for o in rest]))
     above = {phase: median_low(v + [0.0] * (len(steps) - len(v))) for phase, v in excess.items()}
     phase = max(above, key=above.__getitem__, default=track.kind)
-    return judge.name_of(phase), above.get(phase, 0.0), above.get(phase, 0.0) / (sum(v for v in above.values() if v > 0) or 1.0)
+    excess_us = above.get(phase, 0.0)
+    return judge.name_of(phase), excess_us, excess_us / (sum(v for v in above.values() if v > 0) or 1.0)
 
 
 def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
-    """`slowdown`: all ranks alike, from a step on. The split of the steps' times into two levels that fits best.
+    """`slowdown`: all ranks alike, from a step on. The split of the steps' times into two levels that fits
+    best.
 
-    Of a step, the time that it takes without any lateness: the lower median of the ranks' work, and the transfer.
+    Of a step, the time that it takes without any lateness: the lower median of the ranks' work, and the
+    transfer.
     """
     times: Counter = Counter()
     for track in judge.tracks:
@@ -2230,18 +2268,21 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
         return None
     # It lasts: of five parts of what comes after, none is back to the old level.
     rest = series[cut:]
-    if min(median_low(rest[len(rest) * i // 5:len(rest) * (i + 1) // 5 or 1]) for i in range(5)) < before + change / 2:
+    if min(median_low(rest[len(rest) * i // 5:len(rest) * (i + 1) // 5 or 1])
+           for i in range(5)) < before + change / 2:
         return None
     phase, phase_us = changed_phase(judge, steps[:cut], steps[cut:])
     cost_us = change * len(rest)
     return finding(judge, "slowdown", sorted(judge.hosts), phase, steps[cut:], cost_us, cost_us, "high",
-                   [f"a step takes {format_us(after)} since step {steps[cut]}, {format_us(before)} before, on all ranks alike",
+                   [f"a step takes {format_us(after)} since step {steps[cut]}, {format_us(before)} before, "
+                    f"on all ranks alike",
                     f"{phase} takes {format_us(phase_us)} more"],
                    f"look for what changed at step {steps[cut]} for all ranks: in {phase}")
 
 
 def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int]) -> Tuple[str, float]:
-    """The phase whose median over ranks and steps changed most, and by how much; a meeting's name for its transfer."""
+    """The phase whose median over ranks and steps changed most, and by how much; a meeting's name for its
+    transfer."""
     changes: Dict[str, float] = {}
     for track in judge.tracks:
         medians = []
@@ -2283,13 +2324,15 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
             ratio = BOUND_RATIO if BESIDES.search(phase) else ODD_RATIO
             is_meant = phase in meeting or COMPUTE.search(phase) and not BESIDES.search(phase)
             if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
-                found.append(bound_finding(judge, phase, us, track.steps, f"on all ranks {phase} takes {format_us(us)} of a step"))
+                found.append(bound_finding(judge, phase, us, track.steps,
+                                           f"on all ranks {phase} takes {format_us(us)} of a step"))
         if not hides_work(judge, track) and not judge.is_pipeline:
             transfers[track.kind] = median_low(track.transfer) * part
     transfer_us = sum(transfers.values())
     if transfer_us > max(TRANSFER_RATIO * judge.step_us, BOUND_US):
         kind = max(transfers, key=transfers.__getitem__)
-        found.append(bound_finding(judge, kind, transfer_us, judge.steps, "communication: even the rank that comes last waits "
+        found.append(bound_finding(judge, kind, transfer_us, judge.steps,
+                                   "communication: even the rank that comes last waits "
                                    f"{format_us(transfer_us)} a step for {', '.join(sorted(transfers))}"))
     return found
 
@@ -2297,15 +2340,18 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
 def bound_finding(judge: Judge, phase: str, us: float, steps: Sequence[int], what: str) -> Dict[str, Any]:
     cost_us = us * len(judge.steps)
     is_transfer = "communication" in what
-    advice = ("compare with the network's speed for so many bytes; fewer bytes (bf16 gradients, larger accumulation), or "
+    advice = ("compare with the network's speed for so many bytes; fewer bytes (bf16 gradients, larger "
+              "accumulation), or "
               "more overlap" if is_transfer else
-              f"let {phase} run beside the computing (more workers, read ahead, less often), or make it faster")
+              f"let {phase} run beside the computing (more workers, read ahead, less often), or make it "
+              f"faster")
     return finding(judge, "bound", sorted(judge.hosts), phase, steps, cost_us, cost_us, "medium",
                    [f"{what}, {100 * us / judge.step_us:.0f} % of {format_us(judge.step_us)}"], advice)
 
 
 def hides_work(judge: Judge, track: Meetings) -> bool:
-    """Whether the spans of these meetings hold own work that they do not tell: computing, by their marks or their name."""
+    """Whether the spans of these meetings hold own work that they do not tell: computing, by their marks or
+    their name."""
     marked = any(p.opaque.get(track.kind) for p in judge.mains)
     return not track.told and (marked or not judge.is_marked or bool(
         COMPUTE.search(track.kind) and not COLLECTIVE.search(track.kind)))
@@ -2313,28 +2359,36 @@ def hides_work(judge: Judge, track: Meetings) -> bool:
 
 def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
     """`opaque`: much of the steps is inside of spans that do not tell own work from waiting."""
-    dwell_us = {t.kind: median_low(t.transfer) * len(t.steps) / len(judge.steps) for t in judge.tracks if hides_work(judge, t)}
+    dwell_us = {t.kind: median_low(t.transfer) * len(t.steps) / len(judge.steps) for t in judge.tracks
+                if hides_work(judge, t)}
     hidden_us = sum(dwell_us.values())
     if len(judge.mains) < 2 or hidden_us < max(OPAQUE_RATIO * judge.step_us, BOUND_US):
         return None
     kind = max(dwell_us, key=dwell_us.__getitem__)
     reasons = {str(p.opaque[kind]) for p in judge.mains if p.opaque.get(kind)}
     names = ", ".join(sorted(map(str, dwell_us)))
-    advice = (f"mark where {kind} waits: tracing.py's log_trace_span({kind!r}, sync=True), and its ready() when the rank's own "
+    advice = (f"mark where {kind} waits: tracing.py's log_trace_span({kind!r}, sync=True), and its ready() "
+              f"when the rank's own "
               "work is done")
     if "fsdp" in reasons:
-        advice = ("under FSDP forward and backward gather weights all along, and the host cannot tell that from computing: run "
+        advice = ("under FSDP forward and backward gather weights all along, and the host cannot tell that "
+                  "from computing: run "
                   "some steps with the RuntimeProfiler hook, whose device times can, or with parallel=ddp")
     return finding(judge, "opaque", sorted(judge.hosts), kind, judge.steps, 0, 0, "high",
-                   [f"{names}: {format_us(hidden_us)} of a step of {format_us(judge.step_us)}, even on the rank that waits least",
-                    f"a slow rank inside of {names} would look just like this" + (f" ({', '.join(reasons)})" if reasons else "")],
+                   [f"{names}: {format_us(hidden_us)} of a step of {format_us(judge.step_us)}, even on the "
+                    f"rank that waits least",
+                    f"a slow rank inside of {names} would look just like this"
+                    + (f" ({', '.join(reasons)})" if reasons else "")],
                    advice)
 
 
-def finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int], cost_us: float,
-            saving_us: float, confidence: str, evidence: List[str], advice: str, period: Optional[int] = None) -> Dict[str, Any]:
+def finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int],
+            cost_us: float,
+            saving_us: float, confidence: str, evidence: List[str], advice: str,
+            period: Optional[int] = None) -> Dict[str, Any]:
     return {
-        "kind": kind, "ranks": list(ranks), "hosts": sorted({judge.hosts[r] for r in ranks if judge.hosts.get(r)}),
+        "kind": kind, "ranks": list(ranks),
+        "hosts": sorted({judge.hosts[r] for r in ranks if judge.hosts.get(r)}),
         "phase": phase or "between spans",
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None), "period": period},
         "cost_s": cost_us / 1e6, "cost_percent": 100 * cost_us / judge.total_us,
@@ -2344,7 +2398,8 @@ def finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str],
 
 
 def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
-    """Stragglers that are one finding: a rank's at several kinds of meetings; ranks of one phase, alike late."""
+    """Stragglers that are one finding: a rank's at several kinds of meetings; ranks of one phase, alike
+    late."""
     groups: List[List[Late]] = []
     for late in sorted(lates, key=lambda l: -l.late_us):
         for group in groups:
@@ -2360,7 +2415,8 @@ def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
 
 
 def whole_hosts(judge: Judge, lates: List[Late]) -> List[List[Late]]:
-    """Hosts all of whose ranks (two at least) are late, when others are not; takes their lates out of the list."""
+    """Hosts all of whose ranks (two at least) are late, when others are not; takes their lates out of the
+    list."""
     by_host: Dict[Any, set] = {}
     for rank, host in judge.hosts.items():
         by_host.setdefault(host, set()).add(rank)
@@ -2411,7 +2467,8 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     hidden_us = replay(judge, list(others) + group) - replay(judge, others) if others else saving_us
     if saving_us < 0.5 * hidden_us:
         behind = format_ranks(sorted({late.rank for late in others}))
-        evidence.append(f"hidden behind rank {behind}: saves {format_us(saving_us)} alone, {format_us(hidden_us)} when that is fixed")
+        evidence.append(f"hidden behind rank {behind}: saves {format_us(saving_us)} alone, "
+                        f"{format_us(hidden_us)} when that is fixed")
     where = " on " + ", ".join(sorted({str(judge.hosts[r]) for r in ranks if judge.hosts.get(r)})) if any(
         judge.hosts.get(r) for r in ranks) else ""
     advice = {
@@ -2419,12 +2476,14 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
         "burst": f"find what rank {format_ranks(ranks)} does in {phase or 'code between spans'}"
                  + (f" every {period} steps" if period else " now and then")
                  + "; if it is meant (logging, a checkpoint), give it a span of that name",
-        "spike": f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)} at step {head.steps[0]}: the host's log "
+        "spike": f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)} at step "
+                 f"{head.steps[0]}: the host's log "
                  "at that time, storage, garbage collection",
-    }.get(kind, f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)}{where}: its share of the data, "
+    }.get(kind, f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)}{where}: its "
+                f"share of the data, "
                 "its host, what only it does")
-    confidence = "high" if (head.z >= 2 * MIN_Z or kind != "straggler") and part > 0.6 and len(head.steps) >= (
-        MIN_MEETINGS if kind == "straggler" else 1) else "medium"
+    is_plain = kind != "straggler" or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
+    confidence = "high" if is_plain and part > 0.6 else "medium"
     return finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice, period)
 
 
@@ -2442,7 +2501,8 @@ def different_scalars(judge: Judge, ranks: Sequence[int]) -> List[str]:
     for name in set().union(*(means[r] for r in ranks)):
         here = [means[r][name] for r in ranks if name in means[r]]
         there = [m[name] for r, m in means.items() if r not in ranks and name in m]
-        if there and median_low(there) > 0 and min(here) > 1.15 * max(there) and name.startswith(("batch", "num", "tokens")):
+        is_size = name.startswith(("batch", "num", "tokens"))
+        if is_size and there and median_low(there) > 0 and min(here) > 1.15 * max(there):
             told.append(f"{name} is {median_low(here):.4g} there, {median_low(there):.4g} on the others")
     return sorted(told)[:3]
 
@@ -2458,7 +2518,8 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     every += [("straggler", group) for group in grouped(judge, rest)]
     now_and_then = sometimes_late(judge, lates)
     slow = {(late.rank, late.phase) for late in lates}  # which is not equally late each time
-    every += [(kind, [late]) for kind, late in now_and_then if kind != "burst" or (late.rank, late.phase) not in slow]
+    every += [(kind, [late]) for kind, late in now_and_then if kind != "burst"
+              or (late.rank, late.phase) not in slow]
     for kind, group in every:
         # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
         others = [late for _, other in every if other is not group for late in other]
@@ -2471,16 +2532,20 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     if found:
         best = found[0]
         per_step = judge.step_us - best["saving_s"] * 1e6 / len(judge.steps)
-        after = f"; then {found[1]['kind']} of rank {format_ranks(found[1]['ranks'])} in {found[1]['phase']} is next" if len(found) > 1 else ""
-        best["evidence"].append(f"without it a step would take {format_us(per_step)} instead of {format_us(judge.step_us)}{after}")
+        after = ""
+        if len(found) > 1:
+            after = f"; next is {found[1]['kind']}, rank {format_ranks(found[1]['ranks'])}, {found[1]['phase']}"
+        best["evidence"].append(f"without it a step would take {format_us(per_step)} instead of "
+                                f"{format_us(judge.step_us)}{after}")
     blind = opaque(judge)
     return found + ([blind] if blind else [])
 
 
-# ---- The verdict: who stopped ----------------------------------------------------------------------------------------
+# ---- The verdict: who stopped ------------------------------------------------------------------------------
 
 PEER_ERROR = re.compile(
-    r"connection (was )?(closed|reset|refused)|(read|write|recv|send) ?(error|failed)|broken pipe|time(d)?[ -]?out|remote (worker|process)|"
+    r"connection (was )?(closed|reset|refused)|(read|write|recv|send) ?(error|failed)|broken pipe|"
+    r"time(d)?[ -]?out|remote (worker|process)|"
     r"peer|nccl|gloo|distbackend|distnetwork|watchdog|abort|socket", re.I)
 MISMATCH = re.compile(r"preamble|mismatch|collectives? differ|different (shape|size)|desync", re.I)
 BEATS_MISSED = 3  # a process that owes so many heartbeats is no longer there
@@ -2492,22 +2557,27 @@ class Fate:
 
     def __init__(self, run: Run, p: Process, now_us: float, tells: set, ahead_us: float):
         self.run, self.p, self.rank = run, p, p.rank
-        self.last_ts, self.mark = (p.last_ts or 0) - ahead_us, (p.main.mark or p.first_ts or 0) - ahead_us  # rank 0's clock
+        # rank 0's clock
+        self.last_ts, self.mark = (p.last_ts or 0) - ahead_us, (p.main.mark or p.first_ts or 0) - ahead_us
         end = p.instants.get("process_end")
         args = (end.get("args") or {}) if end else {}
         how = str(args.get("how", "ok")) if end else None
         self.error = None
-        self.over = how == "ok" or (how == "exit" and args.get("code") in (None, 0)) or (end is None and is_over(p))
+        in_order = how == "ok" or how == "exit" and args.get("code") in (None, 0)
+        self.over = in_order or end is None and is_over(p)
         self.gone = end is not None or self.over or is_gone(p, now_us)
         last = p.errors[-1] if p.errors else None
         if how == "exception" or (how == "exit" and not self.over):
-            text = f"{args.get('type')}: {args.get('message')}" if how == "exception" else f"sys.exit({args.get('code')!r})"
-            self.error = dict(origin(p.errors) or {"name": None, "step": p.last_step}, ts=end["ts"] - ahead_us, err=text)
+            text = f"sys.exit({args.get('code')!r})"
+            text = f"{args.get('type')}: {args.get('message')}" if how == "exception" else text
+            self.error = dict(origin(p.errors) or {"name": None, "step": p.last_step},
+                              ts=end["ts"] - ahead_us, err=text)
         elif last and self.gone and not (how == "ok") and last["last_ts"] == p.main.mark:
             self.error = dict(origin(p.errors), ts=last["ts"] - ahead_us)
             self.over = False
         if p.stacks.fatal and not self.over and not self.error:
-            self.error = {"name": self.phase(), "step": p.last_step, "ts": self.last_ts, "err": p.stacks.fatal}
+            self.error = {"name": self.phase(), "step": p.last_step, "ts": self.last_ts,
+                          "err": p.stacks.fatal}
         told = how is not None and not self.over and not self.error
         self.terminated = not self.error and (told or not self.over and self.gone and (
             "signal" in p.instants or p.stacks.signal_at_death))
@@ -2533,7 +2603,8 @@ class Fate:
     def place(self) -> str:
         """Where it was, in words."""
         phase = self.phase()
-        inside = f"in {phase}" if self.p.main.stack else f"after {phase}" if phase else "before its first span"
+        inside = f"after {phase}" if phase else "before its first span"
+        inside = f"in {phase}" if self.p.main.stack else inside
         return inside + ("" if self.step() is None else f", step {self.step()}")
 
 
@@ -2550,12 +2621,14 @@ def origin(errors: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
 
 
 def is_gone(p: Process, now_us: float) -> bool:
-    """The process is no longer there: asked of this machine when it ran here, else by the heartbeats that it owes."""
+    """The process is no longer there: asked of this machine when it ran here, else by the heartbeats that it
+    owes."""
     if p.last_ts is None:
         return True
     beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
     quiet_us = now_us - p.last_ts
-    if p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id() and p.header.get("pid"):
+    if p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id() and p.header.get(
+        "pid"):
         if quiet_us > beat_us and not os.path.exists(f"/proc/{p.header['pid']}"):
             return True
         if os.path.exists(f"/proc/{p.header['pid']}") and quiet_us < 86_400e6 and began_after(p):
@@ -2609,7 +2682,8 @@ def asked_to_end(fates: Sequence[Fate]) -> List[Dict[str, Any]]:
     return [stop_finding("terminated", fates, first.phase(), first.step(), "high",
                          [f"{of_ranks(told)} got {name} at step {signal.get('step')}; all ended in "
                           f"good order after step {first.p.last_step}"],
-                         "ended from outside: the scheduler's time limit or preemption, or somebody's kill; go on with resume")]
+                         "ended from outside: the scheduler's time limit or preemption, or somebody's kill; "
+                         "go on with resume")]
 
 
 def stop_finding(kind: str, fates: Sequence[Fate], phase: Optional[str], step: Optional[int], confidence: str,
@@ -2617,13 +2691,16 @@ def stop_finding(kind: str, fates: Sequence[Fate], phase: Optional[str], step: O
     return {
         "kind": kind, "ranks": sorted(f.rank for f in fates),
         "hosts": sorted({f.p.header["host"] for f in fates if f.p.header.get("host")}),
-        "phase": phase, "steps": {"first": step, "last": step, "period": None}, "cost_s": cost_s, "cost_percent": 0.0,
-        "saving_s": 0.0, "saving_percent": 0.0, "confidence": confidence, "evidence": evidence, "advice": advice,
+        "phase": phase, "steps": {"first": step, "last": step, "period": None}, "cost_s": cost_s,
+        "cost_percent": 0.0,
+        "saving_s": 0.0, "saving_percent": 0.0, "confidence": confidence, "evidence": evidence,
+        "advice": advice,
     }
 
 
 def stall_of(fates: Sequence[Fate], now_us: float) -> float:
-    """Microseconds for which no rank has done anything but live, when that is longer than the stall time-out; else 0.
+    """Microseconds for which no rank has done anything but live, when that is longer than the stall time-out;
+    else 0.
 
     Until now while some process lives; else until the last heartbeat: then somebody has ended a stalled job.
     """
@@ -2637,7 +2714,8 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
 
 
 def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
-    """Nothing happens any more. The culprit has come least far; among those whose heartbeats have stopped, if any."""
+    """Nothing happens any more. The culprit has come least far; among those whose heartbeats have stopped, if
+    any."""
     here = [f for f in fates if not f.over]
     newest = max(f.last_ts for f in here)
     for_s = format_us(stalled_us)
@@ -2649,15 +2727,18 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     if quiet:
         culprits = least(quiet)
         held = culprits[0].p.stacks.last and not culprits[0].p.stacks.signal_at_death
-        why = "C code holds the interpreter (the stack was written in C)" if held else "frozen, stopped or killed"
-        evidence = [f"its heartbeats stopped {format_us(newest - culprits[0].last_ts)} before the others': {why}"]
+        why = "C code holds the interpreter (its stack is from C)" if held else "frozen, stopped or killed"
+        evidence = [f"its heartbeats stopped {format_us(newest - culprits[0].last_ts)} before the others': "
+                    f"{why}"]
     elif len(waiting) == len(here) and len({f.progress[0] for f in here}) == 1:
         first = here[0]
         return stop_finding(
             "stall", here, first.meeting, first.step(), "medium",
-            [f"for {for_s} all {len(here)} ranks have waited in {first.meeting}, step {first.step()}: no rank is to blame, "
+            [f"for {for_s} all {len(here)} ranks have waited in {first.meeting}, step {first.step()}: no "
+             f"rank is to blame, "
              "the collective itself does not end"],
-            "NCCL's flight recorder tells which collective: TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1; "
+            "NCCL's flight recorder tells which collective: TORCH_NCCL_TRACE_BUFFER_SIZE=2000 "
+            "TORCH_NCCL_DUMP_ON_TIMEOUT=1; "
             "check the network between the hosts", stalled_us / 1e6)
     else:
         culprits = least(here)
@@ -2674,37 +2755,44 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     evidence += [f"rank {format_ranks(sorted(done))} had ended"] if done else []
     evidence += silent_workers(head, newest)
     evidence += [f"stack: {' < '.join(head.p.last_stack()[:3])}"] if head.p.last_stack() else []
-    return stop_finding("stall", culprits, head.phase(), head.step(), "high" if waiting or quiet else "medium", evidence,
+    return stop_finding("stall", culprits, head.phase(), head.step(), "high" if waiting or quiet
+                        else "medium", evidence,
                         "look at the stack of that rank (open spans, below)" if head.p.last_stack() else
-                        f"take its stack: kill -USR1 {head.p.header.get('pid')} on {head.p.header.get('host')}", stalled_us / 1e6)
+                        f"take its stack: kill -USR1 {head.p.header.get('pid')} on "
+                        f"{head.p.header.get('host')}", stalled_us / 1e6)
 
 
 def silent_workers(head: Fate, newest: float) -> List[str]:
     """Data-loader workers of a stalled rank that have stopped, in words."""
     workers = [p for p in head.run.processes if p.rank == head.rank and p.worker is not None and p.main.stack]
-    return [f"its data-loader worker {p.worker} (pid {p.header.get('pid')}) has been in {p.main.stack[-1]['name']} for "
+    return [f"its data-loader worker {p.worker} (pid {p.header.get('pid')}) has been in "
+            f"{p.main.stack[-1]['name']} for "
             f"{format_us(newest - (p.main.mark or p.last_ts))}" for p in workers]
 
 
 def least(fates: Sequence[Fate]) -> List[Fate]:
     """Those that have come least far; more than one when they stopped at the same place."""
     first = min(fates, key=lambda f: f.progress)
-    return [f for f in fates if f.progress[:2] == first.progress[:2] and not first.arrived and f.phase() == first.phase()
+    return [f for f in fates if f.progress[:2] == first.progress[:2] and not first.arrived
+            and f.phase() == first.phase()
             and f.step() == first.step()] or [first]
 
 
 def missing_ranks(kind: str, missing: Sequence[int], what: str) -> Dict[str, Any]:
     found = stop_finding(kind, [], None, None, "medium",
-                         [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs before its first record",
+                         [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs "
+                          f"before its first record",
                           what], "look at the output of that rank, and whether its host is up")
     return dict(found, ranks=list(missing))
 
 
 def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
-    """Ranks came to different meetings: the odd ones are those whose order is not as it was in the steps before.
+    """Ranks came to different meetings: the odd ones are those whose order is not as it was in the steps
+    before.
 
-    The first meeting that differs counts when the run broke at it, or when a step has the same meetings in another
-    order: that gives wrong sums and no error. Loops whose ranks never came to the same meetings are made so.
+    The first meeting that differs counts when the run broke at it, or when a step has the same meetings in
+    another order: that gives wrong sums and no error. Loops whose ranks never came to the same meetings are
+    made so.
     """
     here = [f for f in fates if not f.p.lossy() and not f.p.first_part_missing]
     if len(here) < 2 or len({f.p.order for f in here}) == 1 and not any(f.arrived for f in here):
@@ -2719,10 +2807,12 @@ def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> 
     else:
         return mismatch(fates)
     step = min(step for step, _ in row)
-    rest = [Counter([row[i][1]] if row[i][0] == step else []) + Counter(k for _, k in takewhile(lambda m: m[0] == step, order))
+    rest = [Counter([row[i][1]] if row[i][0] == step else [])
+            + Counter(k for _, k in takewhile(lambda m: m[0] == step, order))
             for i, order in enumerate(orders)]
     is_swap = all(kinds == rest[0] for kinds in rest)
-    is_end = (stalled_us or any(f.error or f.silent for f in fates)) and max(f.p.last_step or 0 for f in here) - step <= 2
+    is_end = (stalled_us or any(f.error or f.silent for f in fates)) and max(f.p.last_step or 0
+                                                                             for f in here) - step <= 2
     if len({of for of, _ in before}) < 2 or not (is_swap or is_end):
         return None
     # What came after the meeting before, in the steps before this one.
@@ -2738,10 +2828,13 @@ def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> 
     (odd_step, odd_kind), (_, kind) = told[odd[0].rank], told[others[0].rank]
     return stop_finding(
         "desync", odd, kind, step, "high" if others is not odd else "low",
-        [f"{of_ranks(odd)} came to {odd_kind} of step {odd_step} when {of_ranks(others)} came to {kind} of step {step}",
-         "the same meetings in another order: sums of different things, without an error" if is_swap and not is_end else
+        [f"{of_ranks(odd)} came to {odd_kind} of step {odd_step} when {of_ranks(others)} came to {kind} of "
+         f"step {step}",
+         "the same meetings in another order: sums of different things, without an error" if is_swap
+         and not is_end else
          f"until step {before[-1][0]} all came to the same ones"],
-        f"look for a condition that differs between ranks around {kind}: every rank must make the same collective calls in "
+        f"look for a condition that differs between ranks around {kind}: every rank must make the same "
+        f"collective calls in "
         "the same order", stalled_us / 1e6)
 
 
@@ -2767,7 +2860,8 @@ def mismatch(fates: Sequence[Fate]) -> Optional[Dict[str, Any]]:
     first = min(told, key=lambda f: f.error["ts"])
     return stop_finding("desync", told, first.error["name"], first.error["step"], "low",
                         [f"rank {f.rank}: {f.error['err'][:200]}" for f in told[:3]],
-                        "a collective was called with other shapes or in another order on some rank: TORCH_DISTRIBUTED_DEBUG=DETAIL "
+                        "a collective was called with other shapes or in another order on some rank: "
+                        "TORCH_DISTRIBUTED_DEBUG=DETAIL "
                         "names it")
 
 
@@ -2777,14 +2871,17 @@ def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     if not own:
         return None
     first = min(own, key=lambda f: f.error["ts"])
-    alike = [f for f in own if f.error["err"].split(":")[0] == first.error["err"].split(":")[0] and f.error["step"] == first.error["step"]]
+    alike = [f for f in own if f.error["err"].split(":")[0] == first.error["err"].split(":")[0]
+             and f.error["step"] == first.error["step"]]
     culprits = alike if len(alike) == len(fates) else [first]
     error, text = first.error, printable(first.error["err"], 300)
     evidence = [f"{of_ranks(culprits)}, {error['name'] or 'outside of its spans'}"
                 + (f", step {error['step']}" if error["step"] is not None else "") + f": {text}"]
     return stop_finding("crash", culprits, error["name"] or first.phase(), error["step"], "high",
-                        evidence + victims(fates, culprits), "mend that error; what other ranks report comes from it"
-                        if len(culprits) < len(fates) else "all ranks failed alike: the code or the data, not a machine")
+                        evidence + victims(fates, culprits),
+                        "mend that error; what other ranks report comes from it"
+                        if len(culprits) < len(fates)
+                        else "all ranks failed alike: the code or the data, not a machine")
 
 
 def victims(fates: Sequence[Fate], culprits: Sequence[Fate]) -> List[str]:
@@ -2824,7 +2921,8 @@ def killed(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Opti
                 "end in its trace"]
     evidence += memory_of(head, fates) + victims(fates, culprits)
     return stop_finding("killed", culprits, head.phase(), head.step(), "high" if rest else "medium", evidence,
-                        "SIGKILL, the out-of-memory killer, os._exit or a crash in C: `dmesg -T | grep -i oom` on its host, the scheduler's log, "
+                        "SIGKILL, the out-of-memory killer, os._exit or a crash in C: `dmesg -T | grep -i "
+                        "oom` on its host, the scheduler's log, "
                         "its exit code in torchrun's output (-9: SIGKILL, -11: a crash)")
 
 
@@ -2845,10 +2943,12 @@ def left_early(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> 
         return None
     furthest = max(f.p.last_step or 0 for f in failed)
     head = over[0]
-    return stop_finding("left_early", over, head.phase(), head.p.last_step, "high" if len(over) < len(fates) / 2 else "medium",
+    return stop_finding("left_early", over, head.phase(), head.p.last_step, "high"
+                        if len(over) < len(fates) / 2 else "medium",
                         [f"{of_ranks(over)} ended in order after step {head.p.last_step}; the others "
                          f"were at step {furthest}"] + victims(fates, over),
-                        "every rank must run the same number of steps: unequal shares of the data (drop_last, "
+                        "every rank must run the same number of steps: unequal shares of the data "
+                        "(drop_last, "
                         "DistributedSampler), or a condition that ends one rank's loop")
 
 
@@ -2865,20 +2965,25 @@ def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
         free = [f for f in gone if not f.error and not f.terminated] or least(gone)
         return stop_finding("crash", free[:1], head.phase(), head.step(), "low",
                             ["only news of other ranks' ends is left", *victims(fates, [])],
-                            "look at the output of the ranks for the first error; the addresses in these messages name the peer")
+                            "look at the output of the ranks for the first error; the addresses in these "
+                            "messages name the peer")
     if terminated:
         return stop_finding("terminated", terminated, head.phase(), head.step(), "high",
-                            [f"{len(terminated)} of {len(fates)} ranks got SIGTERM, {where}; none had failed before"],
+                            [f"{len(terminated)} of {len(fates)} ranks got SIGTERM, {where}; none had failed "
+                             f"before"],
                             "ended from outside: the scheduler's time limit or preemption, or somebody's kill")
     return stop_finding("ended_abruptly", gone, head.phase(), head.step(), "medium",
-                        [f"all {len(gone)} ranks stopped at once, {where}, without an error, a signal's stack or an end"],
-                        "the host was lost or everything was killed at once: the scheduler's log, dmesg, power")
+                        [f"all {len(gone)} ranks stopped at once, {where}, without an error, a signal's "
+                         f"stack or an end"],
+                        "the host was lost or everything was killed at once: the scheduler's log, dmesg, "
+                        "power")
 
 
-# ---- The verdict -----------------------------------------------------------------------------------------------------
+# ---- The verdict -------------------------------------------------------------------------------------------
 
 def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
-    """The findings: first how the run stands or ended, then what slows it down, that which saves most first."""
+    """The findings: first how the run stands or ended, then what slows it down, that which saves most
+    first."""
     stopped = stop_findings(run, mains, now_us)
     judge = Judge(mains, run)
     slow = slow_findings(judge)
@@ -2887,24 +2992,28 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     num_steps = len(judge.steps)
     step = format_us(judge.step_us)
     if num_steps < MIN_MEETINGS:
-        return [plain_finding(judge, "insufficient", f"{num_steps} steps (without the first {judge.num_warm_up}): nothing stands out"
+        return [plain_finding(judge, "insufficient",
+                              f"{num_steps} steps (without the first {judge.num_warm_up}): nothing stands out"
                               f", but it takes {MIN_MEETINGS} to tell", "let it run on, or widen --steps")]
     lost = sum(sum(loss) for loss in judge.base.values()) / judge.total_us
-    return [plain_finding(judge, "healthy", f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % "
+    return [plain_finding(judge, "healthy", f"{num_steps:,} steps of {step}; waiting for the last rank takes "
+                                            f"{100 * lost:.1f} % "
                           "of them, no rank more than others", "nothing to do")]
 
 
 def plain_finding(judge: Judge, kind: str, evidence: str, advice: str) -> Dict[str, Any]:
     return {"kind": kind, "ranks": [], "hosts": [], "phase": None,
-            "steps": {"first": min(judge.steps, default=None), "last": max(judge.steps, default=None), "period": None},
+            "steps": {"first": min(judge.steps, default=None), "last": max(judge.steps, default=None),
+                      "period": None},
             "cost_s": 0.0, "cost_percent": 0.0, "saving_s": 0.0, "saving_percent": 0.0,
             "confidence": "high" if kind == "healthy" else "low", "evidence": [evidence], "advice": advice}
 
 
-# ---- Clocks ----------------------------------------------------------------------------------------------------------
+# ---- Clocks ------------------------------------------------------------------------------------------------
 
 def clock_offsets(mains: Sequence[Process]) -> List[Dict[str, Any]]:
-    """Per host, how far its wall clock is ahead of rank 0's: offset_us (at the middle of the run), drift_ppm, residual_us."""
+    """Per host, how far its wall clock is ahead of rank 0's: offset_us (at the middle of the run), drift_ppm,
+    residual_us."""
     found: Dict[Any, Dict[str, Any]] = {}
     ends: Dict[tuple, int] = {}
     for p in mains:
@@ -2919,7 +3028,8 @@ def clock_offsets(mains: Sequence[Process]) -> List[Dict[str, Any]]:
 def clocks_ahead(mains: Sequence[Process]) -> Dict[int, float]:
     """Per rank, microseconds that its wall clock is ahead of rank 0's, where the trace tells."""
     ends: Dict[tuple, int] = {}
-    first: Dict[Any, Tuple[Process, float]] = {}  # one rank of each machine: the others have the same monotonic clock
+    # one rank of each machine: the others have the same monotonic clock
+    first: Dict[Any, Tuple[Process, float]] = {}
     ahead = {}
     for p in mains:
         boot = p.header.get("boot_id")
@@ -2938,11 +3048,13 @@ def clocks_ahead(mains: Sequence[Process]) -> Dict[int, float]:
 def clock_of(p: Process, reference: Process, ends: Dict[tuple, int]) -> Optional[Dict[str, float]]:
     """A process's wall clock against the reference's. The same boot_id is the same monotonic clock: exact.
 
-    Else from the ends of meetings, at which all are released at once: the line through the differences by Theil and
-    Sen (median of the slopes between pairs, median of what is left). ends is filled with the reference's, once.
+    Else from the ends of meetings, at which all are released at once: the line through the differences by
+    Theil and Sen (median of the slopes between pairs, median of what is left). ends is filled with the
+    reference's, once.
     """
     boot = p.header.get("boot_id")
-    if p is reference or boot and boot == reference.header.get("boot_id") and has_monotonic(p) and has_monotonic(reference):
+    if p is reference or boot and boot == reference.header.get("boot_id") and has_monotonic(
+        p) and has_monotonic(reference):
         offset_us = 0 if p is reference else wall_minus_monotonic(p) - wall_minus_monotonic(reference)
         return {"offset_us": offset_us, "drift_ppm": 0.0, "residual_us": 0.0}
     if not ends:
@@ -2974,7 +3086,8 @@ def theil_sen(pairs: Sequence[Tuple[float, float]]) -> Dict[str, float]:
     """Offset at the middle, drift and median residual of (time, difference) pairs, sorted by time."""
     pairs = pairs[::len(pairs) // 200 + 1]
     span = pairs[-1][0] - pairs[0][0]
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(pairs) for b in pairs[i + 1:] if b[0] - a[0] > 0.2 * span > 0]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(pairs) for b in pairs[i + 1:]
+              if b[0] - a[0] > 0.2 * span > 0]
     slope = median_of(slopes) if slopes else 0.0
     middle = (pairs[0][0] + pairs[-1][0]) / 2
     left = [d - slope * (t - middle) for t, d in pairs]
