@@ -1055,10 +1055,11 @@ def run_before_restart(recipe: Recipe) -> Path | None:
     found = {path for folder in folders for path in folder.glob("*/launch/attempt_*/start.json")}
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
         told = json.loads(path.read_text())
-        # On one host the process decides, since people give an id again; for rank 0 on another there is only the id.
+        # Rank 0 may come back under another node's torchrun. Ids are given again, but not while a job has them.
         is_here = told["host"] == me["host"]
-        is_same = told["agent_pid"] == me["agent_pid"] if is_here else me["run_id"] != "none"
-        if is_same and told["run_id"] == me["run_id"]:
+        is_own = is_here and told["agent_pid"] == me["agent_pid"]
+        is_other_node = me["run_id"] != "none" and not (is_here and not is_alive(told["agent_pid"]))
+        if told["run_id"] == me["run_id"] and (is_own or is_other_node):
             return path.parents[2].absolute()
     return None
 

@@ -22,12 +22,13 @@ class Job:
     `run_dir` is the directory that it writes into; everything that it and its children print is in `text()`.
     """
 
-    def __init__(self, folder, *settings, nproc=2, run="run", options=(), env=None, recipe=RECIPE):
+    def __init__(self, folder, *settings, nproc=2, run="run", options=(), env=None, recipe=RECIPE,
+                 standalone=True):
         self.folder, self.run_dir, self.out = Path(folder), Path(folder) / "exp" / recipe.stem / run, None
         command = [sys.executable, ROOT / "train.py"]
         if nproc:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-                       *options, ROOT / "train.py"]
+            command = [sys.executable, "-m", "torch.distributed.run", *["--standalone"][:standalone],
+                       f"--nproc_per_node={nproc}", *options, ROOT / "train.py"]
         command += [recipe, f"exp_dir={folder}/exp", *(() if any("resume=" in s for s in settings) else (f"run={run}",))]
         self.mark = f"JOB={uuid.uuid4()}"  # in the environment of every process that the job starts
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}

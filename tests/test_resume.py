@@ -1,12 +1,18 @@
 """A run that was stopped or killed and goes on is, to the bit, the run that never was; and every way to say resume=."""
 
 import shutil
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from stopping_jobs import RECIPE, Job, assert_same_run, checkpoint, journal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+sys.path.insert(0, str(ROOT))
+import train  # noqa: E402
 
 
 def finish(folder, *settings, expect=0, **options):
@@ -49,6 +55,7 @@ def test_killed_in_the_first_epoch_with_accumulation_and_one_process(tmp_path):
     assert len(journal(whole.run_dir)) == 15
 
 
+@pytest.mark.long
 def test_a_loader_of_the_users_own_goes_on_in_its_order(tmp_path):
     settings = [f"train_data={{target: {RECIPE.parent}/stopping_parts.py:shuffling_loader}}", "save_every=7", "max_steps=30"]
     whole = finish(tmp_path, *settings, nproc=0, run="whole")
@@ -81,6 +88,20 @@ def test_fsdp_goes_on_and_its_checkpoint_has_whole_tensors(tmp_path):
     saved = checkpoint(torn.run_dir)
     assert saved["model"]["first.weight"].shape == (6, 4)
     assert saved["optimizer"]["state"]["first.weight"]["exp_avg"].shape == (6, 4)
+
+
+@pytest.mark.long
+def test_a_restart_of_two_nodes(tmp_path):
+    """Two torchruns on loopback, one rank each; the second node's is killed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=two", "--max_restarts=2"]
+    harm = ["hooks.Journal.harm=kill", "hooks.Journal.at=13", "hooks.Journal.on_rank=1"]
+    nodes = [Job(tmp_path, *harm, nproc=1, run="torn", options=options, standalone=False) for _ in range(2)]
+    assert [node.end(240) for node in nodes] == [0, 0], nodes[0].text() + nodes[1].text()
+    whole = finish(tmp_path, run="whole")
+    assert_same_run(whole.run_dir, nodes[0].run_dir, num_ranks=2)
 
 
 @pytest.mark.long
@@ -138,25 +159,37 @@ def test_a_checkpoint_copied_elsewhere_begins_a_new_directory(run_dir, tmp_path)
     assert saved["attempt"] == 1 and saved["wandb_id"] == before["wandb_id"]
 
 
+PLACES = {
+    "not there": (dict(resume="{run}x"), ["no such file or folder", "did you mean finished?"]),
+    "without checkpoints": (dict(resume="{run}/launch"), ["no checkpoint there"]),
+    "damaged": (dict(resume="{run}/checkpoints/step_4.pt"), ["is damaged", "its run directory"]),
+    "weights not there": (dict(weights="{run}/checkpoints/step_5.pt"), ["no such file", "did you mean step_"]),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_a_place_without_a_checkpoint_stops_at_once(run_dir, tmp_path, case):
+    (run_dir / "checkpoints" / "step_4.pt").write_bytes(b"PK")
+    settings, texts = PLACES[case]
+    settings = {key: value.format(run=run_dir) for key, value in settings.items()}
+    with pytest.raises(train.RecipeError) as mistake:
+        train.choose_start(train.Recipe({}, {}, group="g", exp_dir=str(tmp_path / "exp"), **settings))
+    assert all(text in str(mistake.value) for text in texts)
+    assert not (tmp_path / "exp" / "g").exists()
+
+
 MISTAKES = {
-    "not there": (lambda run: f"resume={run}x", ["no such file or folder", "did you mean finished?"]),
-    "without checkpoints": (lambda run: f"resume={run}/launch", ["no checkpoint there"]),
-    "damaged": (lambda run: f"resume={run}/checkpoints/step_4.pt", ["is damaged", "its run directory"]),
-    "finished": (lambda run: f"resume={run}", ["finished, at step 8 of 8", "max_steps="]),
-    "another model": (lambda run: f"resume={run} model.width=5", ["does not fit DropoutNet", "of another shape: first.weight"]),
-    "weights not there": (lambda run: f"weights={run}/checkpoints/step_5.pt", ["no such file", "did you mean step_"]),
-    "no state dict": (lambda run: f"weights={run}/config.yaml", ["config.yaml", "cannot be loaded"]),
+    "finished": ("resume={run}", ["finished, at step 8 of 8", "max_steps="]),
+    "another model": ("resume={run} model.width=5", ["does not fit DropoutNet", "of another shape: first.weight"]),
+    "no state dict": ("weights={run}/config.yaml", ["config.yaml", "cannot be loaded"]),
 }
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_what_cannot_be_resumed_stops_at_once(run_dir, tmp_path, case):
-    (run_dir / "checkpoints" / "step_4.pt").write_bytes(b"PK")
+def test_what_does_not_fit_is_one_message(run_dir, tmp_path, case):
     settings, texts = MISTAKES[case]
-    job = finish(tmp_path, "max_steps=8", *settings(run_dir).split(), nproc=0, run="other", expect=2)
-    for text in texts:
-        assert text in job.text()
-    assert "Traceback" not in job.text()
+    job = finish(tmp_path, "max_steps=8", *settings.format(run=run_dir).split(), nproc=0, run="other", expect=2)
+    assert all(text in job.text() for text in texts) and "Traceback" not in job.text(), job.text()
 
 
 def test_another_world_size_and_other_settings_go_on_with_warnings(run_dir, tmp_path):
