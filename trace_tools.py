@@ -38,7 +38,7 @@ from itertools import chain, repeat, takewhile
 from operator import add, le, ne, sub
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-BLOCK_BYTES = 1 << 18  # of a file, parsed in one go; records may be out of order by as much
+BLOCK_BYTES = 1 << 19  # of a file, parsed in one go; records may be out of order by as much
 LINE_BYTES_MAX = 1 << 24  # a longer line is no record
 FORMAT_VERSION = 1  # the newest trace format that this file knows
 
