@@ -1,4 +1,5 @@
-"""The fault suite, one test a scenario: real torchrun jobs, broken on purpose. See tests/faults/scenarios.py."""
+"""The fault suite, one test a scenario: real torchrun jobs, broken on purpose. See
+tests/faults/scenarios.py."""
 
 import sys
 
@@ -32,7 +33,8 @@ def slow_jobs(tmp_path_factory):
 def test_slow(slow_jobs, job, name):
     problem, details = slow_jobs(job, name)
     if problem and not details["decidable"]:
-        pytest.skip(f"not decidable here: steps without a fault differ by {details['spread_ms']:.0f} ms; {problem}")
+        pytest.skip(f"not decidable here: steps without a fault differ by {details['spread_ms']:.0f} ms; "
+                    f"{problem}")
     assert problem is None, f"{problem}; got {details['got']}\n{details['findings']}"
 
 

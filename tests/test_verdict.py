@@ -1,4 +1,5 @@
-"""What the verdict says about slow steps, on simulated worlds: who, where, since when, what it costs; and silence else."""
+"""What the verdict says about slow steps, on simulated worlds: who, where, since when, what it costs; and
+silence else."""
 
 import random
 import sys
@@ -47,7 +48,8 @@ def test_a_straggler_is_named_with_its_phase(tmp_path, world, phase):
 
 
 def test_names_do_not_matter(tmp_path):
-    found = findings(tmp_path, phases={"zig": 3000, "zag": 9000, "zog": 20_000}, meet="zog", extra=slow(2, "zig", 6000))
+    found = findings(tmp_path, phases={"zig": 3000, "zag": 9000, "zog": 20_000}, meet="zog",
+                     extra=slow(2, "zig", 6000))
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "zig")]
 
 
@@ -76,9 +78,11 @@ def test_two_stragglers_alike_are_one_finding(tmp_path):
 
 
 def test_a_hidden_straggler_saves_nothing_alone(tmp_path):
-    found = findings(tmp_path, world=8, extra=lambda rank, step, phase: 20_000 * (rank == 2 and phase == "fwd")
+    found = findings(tmp_path, world=8, extra=lambda rank, step, phase: 20_000
+                     * (rank == 2 and phase == "fwd")
                      + 8000 * (rank == 5 and phase == "load"))
-    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "fwd"), ("straggler", [5], "load")]
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "fwd"),
+                                                                    ("straggler", [5], "load")]
     assert found[0]["saving_s"] == pytest.approx(97 * 0.012, rel=0.1)
     assert found[1]["saving_s"] < 0.01
     assert any("hidden behind rank 2" in line for line in found[1]["evidence"])
@@ -113,7 +117,8 @@ def test_communication(tmp_path):
 
 def test_another_rank_each_step(tmp_path):
     turns = [random.Random(step).randrange(8) for step in range(101)]
-    found = findings(tmp_path, world=8, extra=lambda rank, step, phase: 15_000 * (rank == turns[step] and phase == "load"))
+    found = findings(tmp_path, world=8, extra=lambda rank, step, phase: 15_000
+                     * (rank == turns[step] and phase == "load"))
     assert [(f["kind"], f["phase"]) for f in found] == [("imbalance", "load")]
 
 
@@ -123,16 +128,21 @@ def test_a_slow_first_step_is_warm_up(tmp_path, ranks):
     assert [f["kind"] for f in found] == ["healthy"]
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "save_model", "run_validation", "Trainer.evaluate", "torch_compile", "gc"])
+@pytest.mark.parametrize("name", ["checkpoint", "save_model", "run_validation", "Trainer.evaluate",
+                                  "torch_compile", "gc"])
 def test_what_one_rank_is_meant_to_do_is_set_apart(tmp_path, name):
-    found = findings(tmp_path / "set_apart", phases=dict(PHASES, **{name: 10}), extra=slow(0, name, 150_000, first=10, every=20))
+    found = findings(tmp_path / "set_apart", phases=dict(PHASES, **{name: 10}),
+                     extra=slow(0, name, 150_000, first=10, every=20))
     assert [f["kind"] for f in found] == ["healthy"]
-    found = findings(tmp_path / "unknown", phases=dict(PHASES, other=10), extra=slow(0, "other", 150_000, first=10, every=20))
-    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["period"]) for f in found] == [("burst", [0], "other", 20)]
+    found = findings(tmp_path / "unknown", phases=dict(PHASES, other=10),
+                     extra=slow(0, "other", 150_000, first=10, every=20))
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["period"])
+            for f in found] == [("burst", [0], "other", 20)]
 
 
 def test_bigger_batches_are_told(tmp_path):
-    found = findings(tmp_path, world=8, scale=lambda rank: 1.5 if rank == 3 else 1.0, sizes=lambda rank: 24 if rank == 3 else 16)
+    found = findings(tmp_path, world=8, scale=lambda rank: 1.5 if rank == 3 else 1.0, sizes=lambda rank: 24
+                     if rank == 3 else 16)
     assert [(f["kind"], f["ranks"]) for f in found] == [("straggler", [3])]
     assert "batch_samples is 24 there, 16 on the others" in found[0]["evidence"]
 
@@ -148,14 +158,16 @@ def test_own_work_that_cannot_be_told_from_waiting(tmp_path):
     assert [(f["kind"], f["phase"]) for f in found] == [("opaque", "bwd")]
     assert "ready()" in found[0]["advice"]
     found = findings(tmp_path / "slow", mark="sync", extra=slow(1, "load", 8000))
-    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1], "load"), ("opaque", [0, 1, 2, 3], "bwd")]
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1], "load"),
+                                                                    ("opaque", [0, 1, 2, 3], "bwd")]
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("phase", ["load", "fwd", "opt"])
 @pytest.mark.parametrize("mark", ["titan", "none"])
 def test_traces_without_marks(tmp_path, mark, phase, world):
-    """Where the waiting is comes from the numbers: it is shorter just where the rank's other phases are longer."""
+    """Where the waiting is comes from the numbers: it is shorter just where the rank's other phases are
+    longer."""
     found = findings(tmp_path, world=world, mark=mark, extra=slow(1, phase, 8000))
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found][0] == ("straggler", [1], phase)
 
@@ -167,13 +179,15 @@ def test_a_slow_backward_without_marks_is_opaque(tmp_path, mark):
 
 @pytest.mark.parametrize("where", ["device", "load"])
 def test_a_device_that_works_behind_the_host(tmp_path, where):
-    """The host's spans are short and its meetings early: the device's own events tell who is late, the host's spans why."""
+    """The host's spans are short and its meetings early: the device's own events tell who is late, the host's
+    spans why."""
     def device(rank, step):
         own_us = 40_000 + 9000 * (rank == 2)
         return own_us + random.Random(rank * 1000 + step).randrange(300), 52_000 - own_us
 
     extra = slow(2, "load", 9000) if where == "load" else None
-    found = findings(tmp_path, phases={"load": 500, "fwd": 300, "bwd": 400, "opt": 100}, noise_us=20, device=device, extra=extra)
+    found = findings(tmp_path, phases={"load": 500, "fwd": 300, "bwd": 400, "opt": 100}, noise_us=20,
+                     device=device, extra=extra)
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], where)]
 
 
@@ -185,7 +199,8 @@ def test_stages_of_a_pipeline_differ_by_design(tmp_path, replicas):
 
     assert [f["kind"] for f in found("clean")] == ["healthy"]
     slower = found("slower", slow(2, "forward", 8000, first=40))
-    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["first"]) for f in slower] == [("straggler", [2], "forward", 40)]
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["first"])
+            for f in slower] == [("straggler", [2], "forward", 40)]
 
 
 def test_under_fsdp_it_says_that_it_cannot_tell(tmp_path):
@@ -226,7 +241,8 @@ def test_one_process_alone(tmp_path):
 def test_clocks_of_hosts(tmp_path):
     """The same boot_id is exact; else the ends of meetings tell."""
     hosts = ["node-a", "node-a", "node-b", "node-c"]
-    simulate(tmp_path, hosts=hosts, boot_ids={0: "x", 1: "x", 2: "x", 3: "y"}, shifts={2: 1_700_000, 3: -2_500_000},
+    simulate(tmp_path, hosts=hosts, boot_ids={0: "x", 1: "x", 2: "x", 3: "y"},
+             shifts={2: 1_700_000, 3: -2_500_000},
              extra=slow(3, "load", 8000))
     aligned = trace_tools.summarize(trace_tools.Run([str(tmp_path)]).read())
     clocks = {c["host"]: c for c in aligned["clocks"]}

@@ -1,4 +1,5 @@
-"""What the verdict says about runs that ended badly or stand still: from simulated traces, cut where the fault was."""
+"""What the verdict says about runs that ended badly or stand still: from simulated traces, cut where the
+fault was."""
 
 import json
 import sys
@@ -26,7 +27,8 @@ class Broken:
             self.lines[lines[0]["rank"]], self.paths[lines[0]["rank"]] = lines, path
 
     def cut(self, rank, phase, ph="B", step=STEP):
-        """The rank's last record is the begin of a phase (or its end, ph="E"; the ready in it, ph="ready")."""
+        """The rank's last record is the begin of a phase (or its end, ph="E"; the ready in it,
+        ph="ready")."""
         lines = self.lines[rank]
         at = next(i for i, r in enumerate(lines) if r.get("step") == step and r.get("name") == phase
                   and r["ph"] == ("B" if ph == "ready" else ph))
@@ -43,19 +45,22 @@ class Broken:
 
     def add(self, rank, ph, name, after_us=1000, **fields):
         last = self.lines[rank][-1]
-        self.lines[rank].append({"ph": ph, "ts": last["ts"] + after_us, "name": name, "step": last.get("step", STEP), **fields})
+        self.lines[rank].append({"ph": ph, "ts": last["ts"] + after_us, "name": name,
+                                 "step": last.get("step", STEP), **fields})
         return self
 
     def fail(self, rank, phase, error, after_us=1000):
         kind, _, message = error.partition(": ")
         self.add(rank, "E", phase, after_us, dur=after_us, err=error)
-        return self.add(rank, "i", "process_end", 500, args={"how": "exception", "type": kind, "message": message})
+        return self.add(rank, "i", "process_end", 500,
+                        args={"how": "exception", "type": kind, "message": message})
 
     def beat(self, rank, until_us, every_us=5_000_000):
         """Heartbeats for so long after the last record."""
         start = self.lines[rank][-1]["ts"]
         for us in range(every_us, until_us + 1, every_us):
-            self.lines[rank].append({"ph": "i", "ts": start + us, "name": "heartbeat", "args": {"rss_mb": 100, "idle_s": us / 1e6, "lost": 0}})
+            self.lines[rank].append({"ph": "i", "ts": start + us, "name": "heartbeat",
+                                     "args": {"rss_mb": 100, "idle_s": us / 1e6, "lost": 0}})
         return self
 
     def signal_stack(self, rank):
@@ -68,7 +73,8 @@ class Broken:
         for rank, lines in self.lines.items():
             self.paths[rank].write_text("".join(json.dumps(line) + "\n" for line in lines))
         newest = max(line["ts"] for lines in self.lines.values() for line in lines)
-        self.summary = trace_tools.summarize(trace_tools.Run([str(self.folder)]).read(), now=newest / 1e6 + after_s)
+        self.summary = trace_tools.summarize(trace_tools.Run([str(self.folder)]).read(), now=newest / 1e6
+                                             + after_s)
         found = self.summary["findings"][0]
         return found["kind"], found["ranks"], found["phase"], found["steps"]["first"]
 
@@ -82,7 +88,8 @@ def test_killed_among_victims_that_tell_it_first(tmp_path):
         broken.fail(rank, "bwd", CLOSED, after_us=25_000)
     broken.signal_stack(3)
     assert broken.verdict() == ("killed", [1], "fwd", STEP)
-    assert "victims: rank 0,2 (RuntimeError" in broken.evidence() and "rank 3, ended by SIGTERM" in broken.evidence()
+    assert "victims: rank 0,2 (RuntimeError" in broken.evidence(
+        ) and "rank 3, ended by SIGTERM" in broken.evidence()
 
 
 def test_killed_while_waiting_like_all_others(tmp_path):
@@ -112,7 +119,8 @@ def test_a_crash_in_c(tmp_path):
     broken = Broken(tmp_path).cut(1, "fwd").cut_others(1)
     broken.signal_stack(1)
     broken.paths[1].with_name(broken.paths[1].name.replace(".jsonl", ".stacks.txt")).write_text(
-        'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f00 (most recent call first):\n  File "/x.py", line 7 in f\n')
+        'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f00 (most recent call first):\n  '
+        'File "/x.py", line 7 in f\n')
     for rank in (0, 2, 3):
         broken.fail(rank, "bwd", CLOSED)
     assert broken.verdict() == ("crash", [1], "fwd", STEP)
@@ -158,7 +166,8 @@ def test_stalled_in_own_work(tmp_path, after_s):
     assert "rank 0-1,3 wait in bwd" in broken.evidence() and "heartbeats go on" in broken.evidence()
     assert broken.summary["findings"][0]["cost_s"] == pytest.approx(130, abs=2)
     assert [r["state"] for r in broken.summary["ranks"]] == (
-        ["waiting", "waiting", "stalled", "waiting"] if after_s < 1 else ["silent", "silent", "stalled", "silent"])
+        ["waiting", "waiting", "stalled", "waiting"] if after_s < 1
+        else ["silent", "silent", "stalled", "silent"])
 
 
 def test_stalled_before_it_is_ready(tmp_path):
@@ -212,14 +221,17 @@ def test_a_skipped_meeting(tmp_path):
         broken.cut(rank, "opt")
         for step in (STEP - 2, STEP - 1, STEP):  # a second meeting in each of these steps
             if not (rank == 2 and step == STEP):
-                at = next(i for i, r in enumerate(broken.lines[rank]) if r.get("step") == step and r["ph"] == "B" and r["name"] == "opt")
+                at = next(i for i, r in enumerate(broken.lines[rank]) if r.get("step") == step
+                          and r["ph"] == "B" and r["name"] == "opt")
                 ts = broken.lines[rank][at]["ts"]
                 meeting = [{"ph": "B", "ts": ts, "name": "share", "step": step, "sync": True}]
-                meeting += [{"ph": "E", "ts": ts + 5, "name": "share", "step": step, "dur": 5}] if step < STEP else []
+                meeting += [{"ph": "E", "ts": ts + 5, "name": "share", "step": step,
+                             "dur": 5}] if step < STEP else []
                 broken.lines[rank][at:at] = meeting
                 if step == STEP:
                     del broken.lines[rank][at + 1:]
-    broken.lines[2].append({"ph": "B", "ts": broken.lines[2][-1]["ts"] + 9000, "name": "bwd", "step": STEP + 1, "sync": True})
+    broken.lines[2].append({"ph": "B", "ts": broken.lines[2][-1]["ts"] + 9000, "name": "bwd", "step": STEP
+                            + 1, "sync": True})
     broken.add(2, "i", "ready", step=STEP + 1)
     for rank in range(4):
         broken.beat(rank, 130_000_000)
@@ -249,7 +261,8 @@ def test_a_lost_file_of_a_finished_run_is_no_lost_rank(tmp_path):
 
 def test_a_clock_that_is_ahead_changes_nothing(tmp_path):
     """Rank 0's wall clock is a minute ahead: its beats and its error look younger than they are."""
-    broken = Broken(tmp_path, boot_ids={0: "x"}, hosts=["a", "b", "b", "b"], shifts={0: 60_000_000}).cut(0, "fwd").cut_others(0)
+    broken = Broken(tmp_path, boot_ids={0: "x"}, hosts=["a", "b", "b", "b"],
+                    shifts={0: 60_000_000}).cut(0, "fwd").cut_others(0)
     broken.beat(0, 5_000_000)
     for rank in (1, 2, 3):
         broken.beat(rank, 130_000_000)

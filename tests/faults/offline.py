@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Faults in worlds of any size, made from the steps of a real job: what each rank did alone, waiting worked out anew.
+"""Faults in worlds of any size, made from the steps of a real job: what each rank did alone, waiting worked
+out anew.
 
-    python tests/faults/offline.py                        # 5 seeds, 60 faults and 20 worlds without a fault each
-    python tests/faults/offline.py --record RUN 20:400    # take these steps of another run, without a fault (and keep them)
+    python tests/faults/offline.py                        # 5 seeds, 60 faults and 20 worlds without a fault
+each
+    python tests/faults/offline.py --record RUN 20:400    # take these steps of another run, without a fault
+(and keep them)
 """
 
 import argparse
@@ -25,13 +28,15 @@ NUM_STEPS = 120
 
 
 def record(run_dir, first, last):
-    """{"own": per rank, per step, {phase: own microseconds}, in order; "transfer": per step, the least waiting}."""
+    """{"own": per rank, per step, {phase: own microseconds}, in order; "transfer": per step, the least
+    waiting}."""
     own, waits = [], Counter()
     for path in sorted(Path(run_dir, "structured_logs").glob("training.rank*.jsonl")):
         steps, stack, mark, ready = {}, [], None, False
         for line in path.read_text().splitlines():
             r = json.loads(line)
-            if r["ph"] not in "BEi" or r.get("name") in ("heartbeat", "process_end") or "tid" in r and r["ph"] != "i":
+            if r["ph"] not in "BEi" or r.get("name") in ("heartbeat",
+                                                         "process_end") or "tid" in r and r["ph"] != "i":
                 continue
             spent, phase, step = r["ts"] - (mark or r["ts"]), stack[-1] if stack else None, r.get("step")
             mark = r["ts"]
@@ -122,7 +127,8 @@ def verdict(folder, world, hosts, recorded, extra, mark):
 
 def fits(found, answer):
     head = found[0]
-    return (head["kind"] in answer["kind"] and answer["ranks"] in (None, head["ranks"]) and head["phase"] == answer["phase"]
+    return (head["kind"] in answer["kind"] and answer["ranks"] in (None, head["ranks"])
+            and head["phase"] == answer["phase"]
             and ("first" not in answer or abs(head["steps"]["first"] - answer["first"]) <= 1)
             and ("period" not in answer or head["steps"]["period"] == answer["period"]))
 
@@ -138,7 +144,8 @@ def main():
     if arguments.record:
         table = record(arguments.record[0], *map(int, arguments.record[1].split(":")))
         RECORDED.write_bytes(gzip.compress(json.dumps(table, separators=(",", ":")).encode(), 9, mtime=0))
-        return print(f"{len(table['own'])} ranks, {len(table['transfer'])} steps of {', '.join(table['own'][0][0])}")
+        return print(f"{len(table['own'])} ranks, {len(table['transfer'])} steps of "
+                     f"{', '.join(table['own'][0][0])}")
     score = Counter()
     for seed in range(arguments.seeds):
         rng = random.Random(seed)
@@ -155,9 +162,11 @@ def main():
             score["fault" if extra else "clean", right] += 1
             if not right:
                 print(f"WRONG seed {seed} world {world}: wanted {answer}, got "
-                      f"{[(f['kind'], f['ranks'][:5], f['phase'], f['steps']) for f in found[:2]]}", flush=True)
+                      f"{[(f['kind'], f['ranks'][:5], f['phase'], f['steps']) for f in found[:2]]}",
+                      flush=True)
     print(f"{score['fault', True]} of {score['fault', True] + score['fault', False]} faults right, "
-          f"{score['clean', False]} false alarms in {score['clean', True] + score['clean', False]} worlds without a fault")
+          f"{score['clean', False]} false alarms in {score['clean', True] + score['clean', False]} worlds "
+          f"without a fault")
 
 
 if __name__ == "__main__":

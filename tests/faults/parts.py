@@ -1,8 +1,10 @@
-"""What the fault suite trains, and where its faults happen: every part of a step can sleep, fail, hang or be killed.
+"""What the fault suite trains, and where its faults happen: every part of a step can sleep, fail, hang or be
+killed.
 
-The layers sleep instead of computing, so that the ranks of one machine do not fight for its cores. Faults are a JSON
-list in the environment's FAULTS, each {"place": where, "what": how, ...}:
-    place   startup, data, to_device, forward, backward_first, backward_middle, backward_last, optimizer, gap, hook, log,
+The layers sleep instead of computing, so that the ranks of one machine do not fight for its cores. Faults are
+a JSON list in the environment's FAULTS, each {"place": where, "what": how, ...}:
+    place   startup, data, to_device, forward, backward_first, backward_middle, backward_last, optimizer, gap,
+hook, log,
             evaluate, exit
     what    sleep (ms), raise (text), signal (number), exit (code), hang, hold (the GIL); nan
     ranks   which (all); steps: [first, last], every: K steps, turn: another rank each step
@@ -35,7 +37,8 @@ def faults_at(place):
     """The faults that are to happen here and now, each once a step."""
     for number, fault in enumerate(FAULTS):
         first, last = fault.get("steps", [1, 1 << 30])
-        due = (fault["place"] == place and first <= now["step"] <= last and (now["step"] - first) % fault.get("every", 1) == 0
+        due = (fault["place"] == place and first <= now["step"] <= last
+               and (now["step"] - first) % fault.get("every", 1) == 0
                and RANK in fault.get("ranks", range(WORLD)) and ATTEMPT in fault.get("attempts", [0])
                and (not fault.get("turn") or now["step"] * 7 // 3 % WORLD == RANK))
         if due and (number, place) not in now["done"]:
@@ -107,12 +110,14 @@ def make_loader(batch_size=4, num_workers=0, more_on_rank=None, more=1, num_samp
     """A DataLoader of the suite's own; one rank may have bigger batches."""
     data = Numbers(num_samples)
     batch_size *= more if RANK == more_on_rank else 1
-    return DataLoader(data, batch_size, sampler=DistributedSampler(data, WORLD, RANK), num_workers=num_workers,
+    return DataLoader(data, batch_size, sampler=DistributedSampler(data, WORLD, RANK),
+                      num_workers=num_workers,
                       collate_fn=collate)
 
 
 class Sleep(torch.autograd.Function):
-    """The identity that takes its time, forward and backward, more for more samples when the model says so."""
+    """The identity that takes its time, forward and backward, more for more samples when the model says
+    so."""
 
     @staticmethod
     def forward(ctx, x, place, factor):
@@ -189,11 +194,13 @@ class Fault:
 class Meeting:
     """A hook with a collective of its own: each rank tells a number to all, in a span in which ranks wait.
 
-    skip: at a step of a rank's, none; swap: there in the other order; shape: there another one. slow_ms: of the network.
+    skip: at a step of a rank's, none; swap: there in the other order; shape: there another one. slow_ms: of
+    the network.
     """
 
     def __init__(self, span=None, skip=None, swap=None, shape=None, slow_ms=0):
-        self.span, self.skip, self.swap, self.shape, self.slow_ms = span, skip or {}, swap or {}, shape or {}, slow_ms
+        self.span, self.skip, self.swap, self.shape, self.slow_ms = span, skip or {}, swap or {}, shape or {
+            }, slow_ms
 
     def after_step(self, state):
         names = ["share_loss", "share_norm"]
@@ -201,7 +208,8 @@ class Meeting:
             names.reverse()
         if self.skip and state.rank == self.skip["rank"] and state.step == self.skip["step"]:
             names = names[1:]
-        size = 4096 if self.shape and state.rank == self.shape["rank"] and state.step == self.shape["step"] else 1
+        size = 4096 if self.shape and state.rank == self.shape["rank"] and state.step == self.shape[
+            "step"] else 1
         for name in names:
             with self.span(name, sync=True):
                 dist.all_reduce(torch.ones(size))

@@ -36,7 +36,8 @@ def free_port():
 
 
 class Job:
-    """One torchrun job, of two agents with host names of their own if wanted; leaving it kills whatever is left."""
+    """One torchrun job, of two agents with host names of their own if wanted; leaving it kills whatever is
+    left."""
 
     def __init__(self, folder, nproc, overrides=(), faults=(), options=(), hosts=()):
         self.folder = Path(folder)
@@ -49,13 +50,15 @@ class Job:
         self.agents = []
         port = free_port()
         for host in hosts or [None]:
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}", "--monitor-interval=0.1"]
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={nproc}",
+                       "--monitor-interval=0.1"]
             command += [f"--nnodes={len(hosts)}", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}",
                         "--local-addr=localhost"] if host else ["--standalone"]
             command += [*options, *script]
             if host:
                 command = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host, *command]
-            self.agents.append(subprocess.Popen([str(c) for c in command], stdout=self.log, stderr=subprocess.STDOUT, env=env,
+            self.agents.append(subprocess.Popen([str(c) for c in command], stdout=self.log,
+                                                stderr=subprocess.STDOUT, env=env,
                                                 start_new_session=True, cwd=HERE))
 
     def __enter__(self):
@@ -103,7 +106,8 @@ class Job:
         return trace_tools.summarize(run)
 
     def wait_for(self, condition, timeout_s):
-        """Poll the traces until condition(summary) holds; returns the summary, or the last one at the time-out."""
+        """Poll the traces until condition(summary) holds; returns the summary, or the last one at the
+        time-out."""
         end = time.monotonic() + timeout_s
         while True:
             summary = self.summary()
@@ -117,7 +121,8 @@ class Job:
 
 
 def slow_faults(cases):
-    """The cases' faults, each moved to steps of its own: [(case, first, last)], and the list of faults for the job."""
+    """The cases' faults, each moved to steps of its own: [(case, first, last)], and the list of faults for
+    the job."""
     placed, faults, first = [], [], GAP + 1
     for case in cases:
         last = first + scenarios.SEGMENT - 1
@@ -143,7 +148,8 @@ def run_slow(name, folder):
             summary = job.summary(trace_tools.StepRange(first, last))
             step_us = mean_step_us(begins, first + 4, last)
             # Against the steps just before and after, which had no fault: the machine was as busy then.
-            clean_us = [mean_step_us(begins, first - GAP + 3, first), mean_step_us(begins, last + 3, last + GAP)]
+            clean_us = [mean_step_us(begins, first - GAP + 3, first),
+                        mean_step_us(begins, last + 3, last + GAP)]
             results.append((f"{name}/{case.name}", *judge_slow(case, first, summary, step_us, clean_us)))
     return results
 
@@ -164,7 +170,8 @@ def step_begins(run_dir):
 
 
 def judge_slow(case, first, summary, step_us, clean_us):
-    """(problem or None, what it said) of one case, whose steps took step_us; before and after, without a fault, clean_us."""
+    """(problem or None, what it said) of one case, whose steps took step_us; before and after, without a
+    fault, clean_us."""
     verdict = summary["findings"][0]
     got = describe(verdict)
     details = {"got": got, "step_ms": step_us / 1000}
@@ -178,7 +185,8 @@ def judge_slow(case, first, summary, step_us, clean_us):
     for ranks, phase in case.also:
         if not problem and not any(f["ranks"] == ranks and f["phase"] == phase for f in summary["findings"]):
             problem = f"rank {ranks} in {phase} is missing"
-    others = [f for f in summary["findings"][1:] if f["kind"] in ("straggler", "burst", "spike", "slow_host", "slowdown")
+    others = [f for f in summary["findings"][1:]
+              if f["kind"] in ("straggler", "burst", "spike", "slow_host", "slowdown")
               and (f["ranks"], f["phase"]) not in case.also]
     # Where the machine alone makes as much of a difference as the fault, nothing can be told.
     spread_ms, effect_ms = abs(clean_us[0] - clean_us[1]) / 1000, (step_us - sum(clean_us) / 2) / 1000
@@ -261,7 +269,8 @@ def main():
     parser.add_argument("-v", action="store_true", help="all findings")
     arguments = parser.parse_args()
     jobs = [name for name in scenarios.SLOW_JOBS if not arguments.only or name in arguments.only]
-    stops = [case for family, cases in (("stops", scenarios.STOPS), ("stalls", scenarios.STALLS)) for case in cases
+    stops = [case for family, cases in (("stops", scenarios.STOPS), ("stalls", scenarios.STALLS))
+             for case in cases
              if not arguments.only or family in arguments.only or case.name in arguments.only]
     root = Path(arguments.keep or tempfile.mkdtemp(prefix="faults-"))
     right = total = 0
@@ -285,10 +294,13 @@ def main():
 
 def show(rows, verbose, right, total):
     for name, problem, details in rows:
-        saving = "saves {:.1f} ms a step, really {:.1f}".format(*details["saving_ms"]) if "saving_ms" in details else ""
+        saving = "saves {:.1f} ms a step, really {:.1f}".format(
+            *details["saving_ms"]) if "saving_ms" in details else ""
         idle = f"after {details['idle_s']:.1f} s" if details.get("idle_s") else ""
-        print(f"{'ok   ' if not problem else 'WRONG'} {name:34} {details['got']:40} {saving}{idle} {problem or ''} "
-              f"{'also ' + '; '.join(details['others']) if details.get('others') else ''} {details.get('states', '')}", flush=True)
+        print(f"{'ok   ' if not problem else 'WRONG'} {name:34} {details['got']:40} {saving}{idle} "
+              f"{problem or ''} "
+              f"{'also ' + '; '.join(details['others']) if details.get('others') else ''} "
+              f"{details.get('states', '')}", flush=True)
         if verbose and (problem or details.get("others")):
             print(json.dumps(details["findings"][:4], indent=1))
         right, total = right + (problem is None), total + 1

@@ -1,7 +1,8 @@
-"""The table of the fault suite: what is broken, and what the verdict must be. run.py runs it, test_faults.py asserts it.
+"""The table of the fault suite: what is broken, and what the verdict must be. run.py runs it, test_faults.py
+asserts it.
 
-Faults of one model share a job: each has SEGMENT steps of its own, with steps without a fault in between, against
-which the predicted saving is measured. Ends and stalls have a job each.
+Faults of one model share a job: each has SEGMENT steps of its own, with steps without a fault in between,
+against which the predicted saving is measured. Ends and stalls have a job each.
 """
 
 SEGMENT = 90  # steps of a fault; the verdict sees these alone (--steps A:B)
@@ -11,7 +12,8 @@ EASY_MS, HARD_MS = 30, 8
 class Slow:
     """A fault that makes steps slower: its place and size, and the answer."""
 
-    def __init__(self, name, kind, faults, ranks=None, phase=None, first=None, period=None, also=(), hosts=()):
+    def __init__(self, name, kind, faults, ranks=None, phase=None, first=None, period=None, also=(),
+                 hosts=()):
         self.name, self.kind, self.ranks, self.phase, self.hosts = name, kind, ranks, phase, list(hosts)
         self.faults, self.first, self.period, self.also = faults, first, period, also
 
@@ -21,7 +23,8 @@ def sleep(place, ranks=None, ms=EASY_MS, **more):
 
 
 PHASES = {"data": "data", "to_device": "to_device", "forward": "forward", "backward_first": "backward",
-          "backward_middle": "backward", "backward_last": "backward", "optimizer": "optimizer", "hook": "hooks", "gap": "step"}
+          "backward_middle": "backward", "backward_last": "backward", "optimizer": "optimizer",
+          "hook": "hooks", "gap": "step"}
 
 
 def stragglers(ranks):
@@ -31,7 +34,8 @@ def stragglers(ranks):
         rank = ranks[number % len(ranks)]
         found.append(Slow(f"{place}_rank{rank}", "straggler", [sleep(place, [rank])], [rank], phase))
         hard = ranks[(number + 1) % len(ranks)]
-        found.append(Slow(f"{place}_rank{hard}_hard", "straggler", [sleep(place, [hard], HARD_MS)], [hard], phase))
+        found.append(Slow(f"{place}_rank{hard}_hard", "straggler", [sleep(place, [hard], HARD_MS)], [hard],
+                          phase))
     return found
 
 
@@ -47,10 +51,12 @@ TWO = [
     Slow("from_step_45", "straggler", [sleep("forward", [1], steps=steps(45))], [1], "forward", first=45),
     Slow("every_7_steps", "burst", [sleep("data", [1], 60, every=7)], [1], "data", period=7),
     Slow("every_10_steps_rank0", "burst", [sleep("hook", [0], 120, every=10)], [0], "hooks", period=10),
-    Slow("once", "spike", [sleep("backward_middle", [1], 1500, steps=steps(50, 50))], [1], "backward", first=50),
+    Slow("once", "spike", [sleep("backward_middle", [1], 1500, steps=steps(50, 50))], [1], "backward",
+         first=50),
     Slow("all_slow_data", "bound", [sleep("data")], None, "data"),
     Slow("all_slow_hook", "bound", [sleep("hook")], None, "hooks"),
-    Slow("all_slower_from_step_40", "slowdown", [sleep("forward", ms=20, steps=steps(40))], None, "forward", first=40),
+    Slow("all_slower_from_step_40", "slowdown", [sleep("forward", ms=20, steps=steps(40))], None, "forward",
+         first=40),
     Slow("nothing_in_the_end", "healthy", []),
 ]
 
@@ -60,17 +66,21 @@ FOUR = [
     Slow("nothing_again", "healthy", []),
     Slow("two_ranks", "straggler", [sleep("data", [1, 2])], [1, 2], "data"),
     Slow("most_ranks", "straggler", [sleep("forward", [0, 1, 3])], [0, 1, 3], "forward"),
-    Slow("masked", "straggler", [sleep("forward", [3], 40), sleep("data", [1], 15)], [3], "forward", also=[([1], "data")]),
+    Slow("masked", "straggler", [sleep("forward", [3], 40), sleep("data", [1], 15)], [3], "forward",
+         also=[([1], "data")]),
     Slow("another_each_step", "imbalance", [sleep("data", turn=True)], None, "data"),
-    Slow("from_step_50", "straggler", [sleep("backward_first", [2], steps=steps(50))], [2], "backward", first=50),
+    Slow("from_step_50", "straggler", [sleep("backward_first", [2], steps=steps(50))], [2], "backward",
+         first=50),
     Slow("every_5_steps", "burst", [sleep("optimizer", [3], 50, every=5)], [3], "optimizer", period=5),
     Slow("once", "spike", [sleep("to_device", [0], 1500, steps=steps(33, 33))], [0], "to_device", first=33),
-    Slow("range_of_steps", ("burst", "straggler"), [sleep("data", [2], 40, steps=steps(30, 59))], [2], "data", first=30),
+    Slow("range_of_steps", ("burst", "straggler"), [sleep("data", [2], 40, steps=steps(30, 59))], [2],
+         "data", first=30),
     Slow("all_slow_data", "bound", [sleep("data")], None, "data"),
     Slow("nothing_in_the_end", "healthy", []),
 ]
 
-# One model, or one setting, of a job each: processes (of a host), overrides, faults, hosts if there are several.
+# One model, or one setting, of a job each: processes (of a host), overrides, faults, hosts if there are
+# several.
 SLOW_JOBS = {
     "two": (2, [], TWO),
     "four": (4, [], FOUR),
@@ -92,7 +102,8 @@ SLOW_JOBS = {
         Slow("bigger_batches_rank2", "straggler", [], [2], "backward")]),
     "network": (2, ["hooks.Meeting={target: 'parts.py:Meeting', slow_ms: 18}"], [
         Slow("slow_network", "bound", [], None)]),
-    "pauses": (2, ["save_every=30", "eval_every=45", "val_data={target: 'parts.py:make_loader', num_samples: 32}"], [
+    "pauses": (2, ["save_every=30", "eval_every=45",
+                   "val_data={target: 'parts.py:make_loader', num_samples: 32}"], [
         Slow("checkpoints_and_evaluations", "healthy", []),
         Slow("slow_evaluation_rank1", "healthy", [sleep("evaluate", [1], 400)])]),
     "meetings": (2, ["hooks.Meeting={target: 'parts.py:Meeting'}"], [
@@ -105,7 +116,8 @@ SLOW_JOBS = {
 class Stop:
     """A job that ends badly or stands still: what breaks it, and the answer."""
 
-    def __init__(self, name, kind, faults, ranks, phase=None, step=None, nproc=2, options=(), more=(), after=None):
+    def __init__(self, name, kind, faults, ranks, phase=None, step=None, nproc=2, options=(), more=(),
+                 after=None):
         self.name, self.kind, self.faults, self.ranks, self.phase, self.step = name, kind, faults, ranks, phase, step
         self.nproc, self.options, self.more, self.after = nproc, options, more, after
 
@@ -116,19 +128,25 @@ def at(place, what, rank=1, step=25, **more):
 
 STOPS = [
     Stop("sigkill_data", "killed", at("data", "signal", number=9), [1], "data", 25),
-    Stop("sigkill_backward_4", "killed", at("backward_middle", "signal", 2, number=9), [2], "backward", 25, nproc=4),
+    Stop("sigkill_backward_4", "killed", at("backward_middle", "signal", 2, number=9), [2], "backward", 25,
+         nproc=4),
     Stop("segfault", ("crash", "killed"), at("forward", "signal", number=11), [1], "forward", 25),
     Stop("exit_0", ("killed", "left_early"), at("optimizer", "exit", code=0), [1], "optimizer", 25),
     Stop("exception_forward", "crash", at("forward", "raise", text="bad sample 17"), [1], "forward", 25),
     Stop("exception_hook_4", "crash", at("hook", "raise", 3, text="disk full"), [3], "hooks", 25, nproc=4),
-    Stop("exception_backward_rank0", "crash", at("backward_last", "raise", 0, text="no kernel image"), [0], "backward", 25),
+    Stop("exception_backward_rank0", "crash", at("backward_last", "raise", 0, text="no kernel image"), [0],
+         "backward", 25),
     Stop("leaves_early", "left_early", at("data", "leave"), [1], None, 24),
-    Stop("nan_on_all", "crash", [{"place": "loss", "what": "nan", "steps": [25, 25]}], [0, 1], None, None, more=["stop_on_nan=true"]),
-    Stop("loader_worker_killed", "crash", [], [1], None, None, more=["train_data.num_workers=1"], after="kill_worker"),
+    Stop("nan_on_all", "crash", [{"place": "loss", "what": "nan", "steps": [25, 25]}], [0, 1], None, None,
+         more=["stop_on_nan=true"]),
+    Stop("loader_worker_killed", "crash", [], [1], None, None, more=["train_data.num_workers=1"],
+         after="kill_worker"),
     Stop("all_killed", "ended_abruptly", [], [0, 1], None, None, after="kill_all"),
     Stop("terminated", "terminated", [], [0, 1], None, None, after="terminate"),
-    Stop("restart_and_success", "healthy", at("forward", "raise", text="once only"), [], options=["--max-restarts=1"]),
-    Stop("restart_and_failure", "crash", at("forward", "raise", text="again", attempts=[0, 1]), [1], "forward", 25,
+    Stop("restart_and_success", "healthy", at("forward", "raise", text="once only"), [],
+         options=["--max-restarts=1"]),
+    Stop("restart_and_failure", "crash", at("forward", "raise", text="again", attempts=[0, 1]), [1],
+         "forward", 25,
          options=["--max-restarts=1"]),
 ]
 
@@ -140,7 +158,8 @@ STALLS = [
     Stop("hang_at_startup", "stall", [{"place": "startup", "what": "hang", "ranks": [1]}], [1]),
     Stop("gil_held", "stall", at("forward", "hold"), [1], "forward", 25),
     Stop("sigstop", "stall", at("forward", "signal", number=19), [1], "forward", 25),
-    Stop("loader_worker_hangs", "stall", [], [1], "data", None, more=["train_data.num_workers=1"], after="stop_worker"),
+    Stop("loader_worker_hangs", "stall", [], [1], "data", None, more=["train_data.num_workers=1"],
+         after="stop_worker"),
     Stop("collective_skipped_4", "desync", [], [2], "share_loss", 25, nproc=4,
          more=["hooks.Meeting={target: 'parts.py:Meeting', skip: {rank: 2, step: 25}}"]),
     Stop("collectives_swapped", "desync", [], [1], "share_loss", 25,

@@ -1,4 +1,5 @@
-"""train.py with TraceML's marks, for the comparison: `traceml run traceml_job.py --nproc-per-node 2 --args RECIPE ...`."""
+"""train.py with TraceML's marks, for the comparison: `traceml run traceml_job.py --nproc-per-node 2 --args
+RECIPE ...`."""
 
 import sys
 from pathlib import Path
