@@ -1983,9 +1983,10 @@ class Judge:
         return [{r: own for r, own in self.owns.get((kind, step), {}).items() if r in ranks}
                 for step in steps]
 
-    def some_ranks(self, near: int) -> List[int]:
-        """The 32 ranks that are compared phase by phase: those next to one."""
-        return sorted((p.rank for p in self.mains), key=lambda r: abs(r - near))[:33]
+    def some_ranks(self, with_rank: int) -> List[int]:
+        """A rank and at most 32 others, from all over the job, that are compared phase by phase."""
+        ranks = [p.rank for p in self.mains]
+        return sorted({with_rank, *ranks[::(len(ranks) - 1) // 32 + 1]})
 
     def excess(self, kind: str, steps: Sequence[int], rank: int,
                usual: Optional[Sequence[int]]) -> List[Tuple[float, str]]:
