@@ -2374,7 +2374,8 @@ class Trainer:
             if self.stopped and error is None:
                 logger.info("stopped after step %d: %s. Go on with: resume=%s", state.step, self.stopped, self.run_dir)
             elif error is None:
-                logger.info("done: %d steps, %d epochs", state.step, state.epoch)
+                # An epoch that the last step of the run cut short counts as well.
+                logger.info("done: %d steps, %d epochs", state.step, state.epoch + bool(self.batches_done))
             else:
                 first = f", after this: {self.stopper.failure}" if self.stopper.failure else ""
                 log_failure(world, self.run_dir, f"failed: {type(error).__name__}: {error} ({where}{first})", error)
