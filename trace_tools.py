@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from itertools import chain, repeat, takewhile
 from operator import add, le, ne, sub
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 BLOCK_BYTES = 1 << 19  # of a file, parsed in one go; records may be out of order by as much
 LINE_BYTES_MAX = 1 << 24  # a longer line is no record
@@ -1879,17 +1879,30 @@ def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[i
     return (0, len(late)) if last - first > 0.93 * len(late) else (first, last)
 
 
-def long_late(late: Sequence[float], floor_us: float,
-              step_us: float) -> Optional[Tuple[int, int, float, float]]:
-    """[first, last) of the meetings that a rank is late at, all along or for a part of the run; its lateness
-    and z."""
+class Stretch(NamedTuple):
+    """Meetings that a rank is late at, [first, last), by how much, and how surely; whether the whole run is like it."""
+
+    first: int
+    last: int
+    late_us: float
+    z: float
+    is_whole: bool
+
+
+def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optional[Stretch]:
+    """Where a rank is late, all along or for a part of the run."""
+    whole = is_persistent(late, floor_us, step_us, False)
     ordered = sorted(late)
     for part in (0.9, 0.97, 0.99):  # the slow part of the run may be short
         high = ordered[int(part * (len(ordered) - 1))]
         first, last = late_stretch(late, high, floor_us) if high >= floor_us else (0, len(late))
-        tested = is_persistent(late[first:last], floor_us, step_us, last - first < len(late))
+        if whole:
+            # It may have begun a little later, or ended a little earlier.
+            first, last = (first, last) if last - first > 0.8 * len(late) else (0, len(late))
+            return Stretch(first, last, median_low(late[first:last]), whole[1], True)
+        tested = is_persistent(late[first:last], floor_us, step_us, True) if last - first < len(late) else None
         if tested:
-            return (first, last, *tested)
+            return Stretch(first, last, *tested, False)
     return None
 
 
@@ -2103,20 +2116,19 @@ def always_late(judge: Judge) -> List[Late]:
             late = [array("f", [us - by_design for us in column]) for column, by_design in zip(late, usual)]
         for rank, column in zip(ranks, late):
             known = long_late(column, floor_us, judge.step_us)
-            if known and known[1] - known[0] < len(column) and not stands_out(column, known, late):
+            if not known or not known.is_whole and not stands_out(column, known, late):
                 continue
-            if known and known[2] * (known[1] - known[0]) >= COST_RATIO * judge.total_us:
-                first, last, late_us, z = known
-                cuts = [late_us if first <= i < last else 0.0 for i in range(len(column))]
-                found.append(Late(judge, track, rank, cuts, z, [ranks[i] for i in fast] or None))
+            if known.late_us * (known.last - known.first) >= COST_RATIO * judge.total_us:
+                cuts = [known.late_us if known.first <= i < known.last else 0.0 for i in range(len(column))]
+                found.append(Late(judge, track, rank, cuts, known.z, [ranks[i] for i in fast] or None))
     return found
 
 
-def stands_out(column: array, known: Tuple[int, int, float, float], late: Sequence[array]) -> bool:
+def stands_out(column: array, known: Stretch, late: Sequence[array]) -> bool:
     """Whether a part of the run is late beyond what slow noise does: so much more than the usual rank's
     latest stretch, and than this rank's own earliest one."""
     usual = median_low([stretch_us(other) for other in late if other is not column] or [0.0])
-    return (known[1] - known[0]) * known[2] > STRETCH_RATIO * max(usual, stretch_us([-us for us in column]))
+    return (known.last - known.first) * known.late_us > STRETCH_RATIO * max(usual, stretch_us([-us for us in column]))
 
 
 def stretch_us(late: Sequence[float]) -> float:
@@ -2529,7 +2541,9 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     found += [f for f in (moving(judge, known), slower_since(judge)) if f]
     slower = {f["phase"] for f in found if f["kind"] == "slowdown"}
     found += [f for f in bound(judge) if f["phase"] not in slower]  # it was not bound before
-    found.sort(key=lambda f: (-f["saving_s"], -f["cost_s"]))
+    # What moves from rank to rank comes after ranks that are always late: it may be no more than noise.
+    is_named = any(f["kind"] in ("straggler", "slow_host") for f in found)
+    found.sort(key=lambda f: (is_named and f["kind"] == "imbalance", -f["saving_s"], -f["cost_s"]))
     if found:
         best = found[0]
         per_step = judge.step_us - best["saving_s"] * 1e6 / len(judge.steps)
