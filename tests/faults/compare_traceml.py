@@ -8,8 +8,8 @@ cores
     python tests/faults/compare_traceml.py --only data_rank1 nothing
 
 TraceML's verdict counts as right when its kind and rank fit, and its part of a step holds the phase: input
-for data, compute for forward, backward and optimizer, residual for the rest. It is no tool for stalls and
-crashes: those are shown.
+for data, compute or the phase itself for forward, backward and optimizer, residual for the rest. It is no
+tool for stalls and crashes: those are shown.
 """
 
 import argparse
@@ -27,9 +27,8 @@ sys.path.insert(0, str(HERE))
 import scenarios  # noqa: E402
 
 NUM_STEPS = 130
-PART_OF = {"data": ("input",), "to_device": ("h2d", "input", "residual"), "forward": ("compute",),
-           "backward": ("compute",),
-           "optimizer": ("compute",)}
+PART_OF = {"data": ("input",), "to_device": ("h2d", "input", "residual"), "forward": ("compute", "forward"),
+           "backward": ("compute", "backward"), "optimizer": ("compute", "optimizer")}
 
 
 def run_one(nproc, faults, folder):
