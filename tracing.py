@@ -3,30 +3,31 @@
 Copy this one file into any codebase: standard library only, Python 3.8 and newer, Linux first. The names are
 torchtitan's.
 
-    from tracing import close_structured_logger, init_structured_logger, log_trace_scalar, log_trace_span, set_step
+    from tracing import (close_structured_logger, init_structured_logger, log_trace_scalar, log_trace_span,
+                         set_step)
 
-    init_structured_logger("training", "exp/run1/structured_logs")     # each process; before it calls do nothing
+    init_structured_logger("training", "exp/run1/structured_logs")   # each process; else calls do nothing
     for step in range(1, steps + 1):
         set_step(step)
-        with log_trace_span("forward"):              # or @log_trace_span("forward") above any kind of function
+        with log_trace_span("forward"):          # or @log_trace_span("forward") above any kind of function
             loss = model(batch)
         log_trace_scalar({"tokens": 4096})
     close_structured_logger()                        # says that the process ended well
 
-In data-parallel training a slow rank makes all others wait. A span in which ranks wait for each other is marked
-with sync=True, and ready() says the moment at which this rank's own work is done and the rest is waiting. For
-plain DDP:
+In data-parallel training a slow rank makes all others wait. A span in which ranks wait for each other is
+marked with sync=True, and ready() says the moment at which this rank's own work is done and the rest is
+waiting. For plain DDP:
 
     def tell_when_ready(loss, span):
-        # The hook runs first in backward and queues span.ready in the autograd engine. Callbacks run after the
-        # last gradient, in the order in which they were queued: this one before DDP's, which waits for the ranks.
+        # The hook runs first in backward and queues span.ready in the autograd engine. Callbacks run after
+        # the last gradient, in the order in which they were queued: this one before DDP's, which waits.
         loss.register_hook(lambda grad: torch.autograd.Variable._execution_engine.queue_callback(span.ready))
 
     with log_trace_span("backward", sync=True) as span:      # neither of the two under model.no_sync()
         tell_when_ready(loss, span)
         loss.backward()
 
-queue_callback is the call that FSDP uses, but has no public name. The public way costs a hook a parameter, once:
+queue_callback is what FSDP uses, but has no public name. The public way costs a hook a parameter, once:
     from torch.autograd.graph import register_multi_grad_hook
     register_multi_grad_hook(list(model.parameters()), lambda grads: span.ready())
 
@@ -34,32 +35,33 @@ Data-loader workers write files of their own, with a span "fetch" around the sam
 batch. Forked workers need nothing, spawned ones and a forkserver's one argument, which is harmless otherwise:
     DataLoader(..., worker_init_fn=trace_worker_init(my_own_init_fn_or_nothing))
 
-Stacks of all threads are written when nothing has come for stall_timeout_s, at `kill -USR1`, at SIGTERM (install
-handlers of your own before init) and at a crash in C. What this file does not do: read traces (trace_tools.py
-does), or raise into your loop.
+Stacks of all threads are written when nothing has come for stall_timeout_s, at `kill -USR1`, at SIGTERM
+(install handlers of your own before init) and at a crash in C. What this file does not do: read traces
+(trace_tools.py does), or raise into your loop.
 
 THE FORMAT, version 1. One JSON object a line, ASCII, no NaN, in
 <output_dir>/<source>.rank<NNNNN>.<start, UTC>.<pid>.jsonl; jobs of more than 256 ranks have a folder for each
 256. A full file is renamed to .jsonl.1, .2 ... (higher is older).
 
     ph  record      fields (in brackets: only where they differ from the default)
-    M   header      v, ts, mono_us (the same moment of CLOCK_MONOTONIC), boot_id, rank, local_rank, world_size,
-                    node, host, pid, source, worker (a data-loader worker's number, a child process's name, null),
-                    parent (a child's: pid), run, attempt, heartbeat_s, stall_timeout_s, versions, part (from 0),
-                    [continues]: the file name of part - 1
+    M   header      v, ts, mono_us (the same moment of CLOCK_MONOTONIC), boot_id, rank, local_rank,
+                    world_size, node, host, pid, source, worker (a data-loader worker's number, a child's
+                    name, null), parent (a child's: pid), run, attempt, heartbeat_s, stall_timeout_s,
+                    versions, part (from 0), [continues]: the file name of part - 1
     B   begin       ts, name, [step], [tid], [task], [tags], [sync: true or "soft"], [args]
     E   end         ts, name, [step], dur, [tid], [task], [tags], [err: "Type: message"]. Its begin: ts - dur
     C   scalars     ts, [step], [tid], [task], args: {name: number}
     i   instant     ts, name, [step], [tid], [task], [args]
-    D   definition  name or tid, at: a place file:line:function that uses the name; the thread's name. Once a file
+    D   definition  name or tid, at: a place file:line:function with that name; the thread's name. Once a file
 
-ts: microseconds since 1970, one reading of the wall clock plus the monotonic clock. dur: microseconds, monotonic.
-Defaults: no step, the main thread, no asyncio task. NaN and infinities are text. Any record may have lost: so
-many records before it could not be written. A file with `continues` begins with the spans that are still open,
-whose ts is before the header's. Reserved instants, with their args: ready (span; with the thread and task of the
-span), heartbeat (rss_mb, idle_s since the last other record, lost in all), stacks (why, seconds, threads, the
-innermost call first; or why, file, offset of what C wrote into <same name>.stacks.txt), relative_step, signal
-(for the owner of a handler), process_end (how: ok, exception, exit, or what the owner of the process said).
+ts: microseconds since 1970, one reading of the wall clock plus the monotonic clock. dur: microseconds,
+monotonic. Defaults: no step, the main thread, no asyncio task. NaN and infinities are text. Any record may
+have lost: so many records before it could not be written. A file with `continues` begins with the spans that
+are still open, whose ts is before the header's. Reserved instants, with their args: ready (span; with the
+thread and task of the span), heartbeat (rss_mb, idle_s since the last other record, lost in all), stacks
+(why, seconds, threads, the innermost call first; or why, file, offset of what C wrote into <same
+name>.stacks.txt), relative_step, signal (for the owner of a handler), process_end (how: ok, exception, exit,
+or what the owner of the process said).
 """
 
 import atexit
@@ -137,7 +139,7 @@ def _plain(value: Any, depth: int, budget: list) -> Any:
         if isinstance(value, (list, tuple, set, frozenset)):
             return [_plain(v, depth - 1, budget) for v in _some(value, budget)]
         if hasattr(value, "__float__") and getattr(value, "shape", ()) == ():
-            # NumPy's and torch's scalars, Decimal, Fraction. item() keeps integers; on a device it waits for it.
+            # NumPy's and torch's scalars, Decimal, Fraction. item() keeps integers, and waits for a device.
             item = value.item() if hasattr(value, "item") else value
             return _plain(item if type(item) in (bool, int, float) else float(item), depth - 1, budget)
     except Exception:   # a set that changes meanwhile, a scalar that is none
@@ -159,14 +161,15 @@ def _some(values: Any, budget: list) -> list:
     return [value for value, _ in zip(values, range(max(budget[0], 0)))]
 
 
-# ---- 2. The step and its tags: an asyncio task's own where it has some, else the process's, as torchtitan does ----
+# ---- 2. The step and its tags: an asyncio task's own where it has some, else the process's ----
 
 class _Step:
     __slots__ = ("step", "relative_step", "tags", "texts")
 
     def __init__(self, step: Optional[int] = None, relative_step: Optional[int] = None, tags: tuple = ()):
         self.step, self.relative_step, self.tags = step, relative_step, tags
-        self.texts = (f',"step":{_json(step)}' if step is not None else "", f',"tags":{_json(tags)}' if tags else "")
+        self.texts = (f',"step":{_json(step)}' if step is not None else "",
+                      f',"tags":{_json(tags)}' if tags else "")
 
 
 _step_everywhere = _Step()
@@ -181,7 +184,7 @@ def _step_texts(here: _Step) -> Tuple[str, str]:
 def set_step(step: int, *, relative_step: Optional[int] = None) -> None:
     """Name the optimizer step that all records from now on belong to, and drop the last step's tags.
 
-    relative_step counts from this start of the process (default: step). An instant says where the two drift apart.
+    relative_step counts from this start of the process (default: step); an instant says where the two part.
     """
     if _is_compiling():
         return
@@ -255,7 +258,8 @@ _is_compiling: Callable[[], bool] = _never   # torch.compiler.is_dynamo_compilin
 def _find_torch() -> None:
     global _is_compiling
     if _is_compiling is _never and "torch" in sys.modules:
-        _is_compiling = getattr(getattr(sys.modules["torch"], "compiler", None), "is_dynamo_compiling", _never)
+        compiler = getattr(sys.modules["torch"], "compiler", None)
+        _is_compiling = getattr(compiler, "is_dynamo_compiling", _never)
 
 
 _find_torch()
@@ -264,7 +268,7 @@ _find_torch()
 # ---- 3. Who this process is ----
 
 _SLURM = ("SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURM_JOB_ID")
-_LAUNCHERS = (   # rank, local_rank, world_size, node, attempt, run: torchrun's, SLURM's (srun, job), Open MPI's
+_LAUNCHERS = (   # rank, local_rank, world_size, node, attempt, run: torchrun, SLURM (srun, job), Open MPI
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", *_SLURM),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", *_SLURM),
@@ -305,7 +309,7 @@ def _boot_id() -> Optional[str]:
 # ---- 4. The file: one write a record, under a lock because of short writes and rotation ----
 
 class _Name:
-    """What a name needs at each call: its JSON text, the longest span so far, the call sites that the file has."""
+    """What a name needs at each call: its JSON text, the longest span so far, the call sites in the file."""
     __slots__ = ("text", "longest_us", "code", "lasti", "sites")
 
     def __init__(self, name: str):
@@ -325,7 +329,7 @@ class _Tracer:
         self.lock = threading.RLock()   # re-entrant: a signal handler may log while its thread is in here
         self.fd, self.path, self.part, self.continues = -1, "", 0, None
         self.limit = int(settings["max_file_size_mb"] * 1e6)
-        self.room = -1          # bytes until the file is full; below 0 too if there is something to make up for
+        self.room = -1          # bytes until the file is full; below 0 too if there is something to make up
         self.torn, self.closed = False, False   # torn: the file ends in half a line
         self.lost, self.lost_ever = 0, 0        # records: since the last that was written, and in all
         self.checked = 0        # bytes of the file that were written when it certainly had a name
@@ -468,7 +472,7 @@ class _Tracer:
             raise
 
     def _shift(self, path: str) -> None:
-        # At any moment a follower finds a file under the name: the full one, called .1 as well, or the new one.
+        # A follower always finds a file under the name: the full one, called .1 as well, or the new one.
         names = [path] + [f"{path}.{i + 1}" for i in range(self.settings["backup_count"])]
         for i in range(len(names) - 1, 1, -1):
             if os.path.exists(names[i - 1]):
@@ -487,7 +491,7 @@ class _Tracer:
             self.complaints.append(error)
 
     def look_for_rank(self) -> None:
-        """Give a rank that becomes known late (torch.distributed, no launcher's variables) a file of its own."""
+        """Give a rank that becomes known late (torch.distributed, no launcher) a file of its own."""
         if self.who["known"]:
             return
         who = _identity(None)
@@ -496,7 +500,7 @@ class _Tracer:
             self._move(lambda: self._go_on_in(self._new_path()))
 
     def check_file(self) -> None:
-        """When the file was removed, with its folder perhaps, go on in a new one and count what went with it."""
+        """When the file was removed, perhaps with its folder, go on in a new one and count what is gone."""
         if self.fd < 0:
             return
         state = os.fstat(self.fd)
@@ -615,10 +619,10 @@ def _worker_label(is_child: bool) -> Any:
 class log_trace_span:
     """Time a block or, as a decorator, each call of a function; the begin is on disk before the block starts.
 
-    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done. "soft": some
-    wait for one, as in a broadcast, and nobody for all. description and args are written with the begin.
-    stacklevel: one more for each helper of yours in between. One object may be entered again while it is open, by
-    any number of threads.
+    sync: in this span ranks wait for each other; its ready() says when this rank's own part is done. "soft":
+    some wait for one, as in a broadcast, and nobody for all. description and args are written with the begin.
+    stacklevel: one more for each helper of yours in between. One object may be entered again while it is
+    open, by any number of threads.
     """
     __slots__ = ("name", "description", "sync", "args", "stacklevel", "function",        # what it is
                  "tracer", "begin_us", "info", "rest", "where", "line", "copies")        # while it is open
@@ -635,7 +639,7 @@ class log_trace_span:
         pass   # while off; _switch puts _enter and _exit in the place of these two
 
     def ready(self) -> None:
-        """Say that this rank's own work in the span is done and the rest is waiting. Any thread may call it."""
+        """Say that this rank's own work in the span is done and the rest is waiting. Any thread may."""
         tracer = self.tracer
         if tracer is not None and tracer is _tracer:
             span = self.copies[-1] if self.copies else self
@@ -649,7 +653,7 @@ class log_trace_span:
         return copy
 
     def __call__(self, function: Callable) -> Callable:
-        """Decorate a function, coroutine, generator or async generator: one span a call, until it has ended."""
+        """Decorate a function, coroutine, generator or async generator: one span a call, until its end."""
         if inspect.iscoroutinefunction(function):
             @functools.wraps(function)
             async def wrapper(*args, **kwargs):
@@ -800,8 +804,8 @@ _OFF = (log_trace_span.__enter__, log_trace_span.__exit__)
 def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, stacklevel: int = 2) -> None:
     """Write numbers of the current step, or of an earlier one that they belong to, in one record.
 
-    NumPy's and torch's scalars will do (a device tensor waits for its device); what is no number is skipped with
-    one warning.
+    NumPy's and torch's scalars will do (a device tensor waits for its device); what is no number is skipped
+    with one warning.
     """
     tracer = _tracer
     if tracer is None or _is_compiling():
@@ -866,7 +870,7 @@ class _Watch:
 
     def __init__(self, tracer: _Tracer):
         self.tracer, self.started = tracer, False
-        self.heartbeat_s, self.stall_timeout_s = (tracer.settings[k] for k in ("heartbeat_s", "stall_timeout_s"))
+        self.heartbeat_s, self.stall_timeout_s = map(tracer.settings.get, ("heartbeat_s", "stall_timeout_s"))
         periods = [s for s in (self.heartbeat_s, self.stall_timeout_s / 4) if s > 0]
         self.tick_s = min(periods) if periods else 0.0
         self.stop_asked, self.thread = threading.Event(), None
@@ -943,8 +947,8 @@ class _Watch:
             if not _timer_threads():
                 return True
             time.sleep(0.01)
-        self.tracer.warn("faulthandler.dump_traceback_later is in use by somebody else, who keeps it: no stacks when "
-                         "C code hangs with the GIL")
+        self.tracer.warn("faulthandler.dump_traceback_later is in use by somebody else, who keeps it: no "
+                         "stacks when C code hangs with the GIL")
         return False
 
     def arm(self) -> None:
@@ -979,7 +983,7 @@ class _Watch:
         due_s = last_s = time.monotonic()
         while not self.stop_asked.wait(self.tick_s):
             now_s = time.monotonic()
-            # A thread that wakes far too late was frozen with its process (SIGSTOP, GIL): no word on the others.
+            # A thread that wakes far too late was frozen with its process (SIGSTOP, GIL): nobody stalled.
             frozen, last_s = now_s - last_s > 3 * self.tick_s + 1.0, now_s
             try:
                 self.tracer.complain()
@@ -1004,13 +1008,13 @@ class _Watch:
         took_s = time.monotonic() - before_s
         if took_s > SLOW_WRITE_S and "slow" not in tracer.warned:
             tracer.warned.add("slow")
-            tracer.warn(f"a write to {tracer.path} took {took_s:.1f} s. This rank's training waits for its traces: "
-                        "put them on a faster disk")
+            tracer.warn(f"a write to {tracer.path} took {took_s:.1f} s. This rank's training waits for its "
+                        "traces: put them on a faster disk")
 
     def _patience_s(self) -> float:
         """The stall time-out, or twice the longest that the innermost open span has ever taken."""
         spans = list(self.tracer.open_spans)
-        innermost = [span for span in spans if not span.where][-1:] or spans[-1:]   # the main thread's, if any
+        innermost = [s for s in spans if not s.where][-1:] or spans[-1:]   # the main thread's, if it has one
         return max([self.stall_timeout_s] + [2e-6 * span.info.longest_us for span in innermost])
 
     def _look_for_stall(self, idle_s: float) -> None:
@@ -1027,7 +1031,8 @@ class _Watch:
         if self.stacks is not None:
             size = os.fstat(self.stacks.fileno()).st_size
             if size > self.stacks_size:
-                why, name = "written in C: a signal, or the GIL held too long", os.path.basename(self.stacks_path)
+                why = "written in C: a signal, or the GIL held too long"
+                name = os.path.basename(self.stacks_path)
                 self.tracer.instant("stacks", {"why": why, "file": name, "offset": self.stacks_size})
             self.stacks_size = size
 
@@ -1084,8 +1089,8 @@ def _thread_ids() -> set:
 
 
 def _timer_threads() -> set:
-    """The threads that look like faulthandler's timer, which no API tells of: named as the main thread is, and with
-    every signal blocked, which nothing else in CPython does."""
+    """The threads that look like faulthandler's timer, which no API tells of: named as the main thread is,
+    and with every signal blocked, which nothing else in CPython does."""
     everything = 0x7FFBFEFF   # signals 1 to 31, without KILL and STOP
     found, main_name = set(), None
     for tid in sorted(_thread_ids(), key=lambda tid: tid != str(os.getpid())):
@@ -1106,7 +1111,7 @@ _forking: Optional[_Tracer] = None   # the tracer whose timer is held off while 
 
 
 def _before_fork() -> None:
-    # A child that inherits an armed timer waits for ever when it exits: CPython joins the thread that it lacks.
+    # A child that inherits an armed timer never exits: CPython waits for the timer's thread, which it lacks.
     global _forking
     tracer = _tracer
     if tracer is not None:
@@ -1145,7 +1150,7 @@ def _after_fork_in_child() -> None:
 
 
 class trace_worker_init:
-    """A worker_init_fn that traces data-loader workers, spawned ones too, and then calls the one it was given:
+    """A worker_init_fn that traces data-loader workers, spawned ones too, then calls the given one:
     DataLoader(dataset, num_workers=4, worker_init_fn=trace_worker_init())."""
 
     def __init__(self, worker_init_fn: Optional[Callable[[int], None]] = None):
@@ -1165,7 +1170,7 @@ class trace_worker_init:
 
 
 def _trace_fetches() -> None:
-    """Put a span around what PyTorch's loader does for a batch, in whichever process: samples and collation."""
+    """Put a span around what PyTorch's loader does for a batch, samples and collation, in any process."""
     fetchers = sys.modules.get("torch.utils.data._utils.fetch")
     for kind in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
         fetcher = getattr(fetchers, kind, None)
@@ -1212,7 +1217,7 @@ def _describe(error: BaseException) -> Dict[str, Any]:
 
 
 def _on_sys_exit(code: Any = None) -> None:
-    # The only place that knows the exit code in time. If somebody catches the SystemExit, set_step forgets it.
+    # Only here is the exit code known in time. If somebody catches the SystemExit, set_step forgets it.
     tracer = _tracer
     if tracer is not None and threading.current_thread() is threading.main_thread():
         tracer.exit_code = code
@@ -1233,18 +1238,18 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
                            run: Optional[str] = None, attempt: Optional[int] = None) -> None:
     """Start this process's trace in output_dir; a second call with the same arguments is quiet.
 
-    source: what the process is ("training"), part of the file's name. rank: if the launcher's variables do not
-    tell. max_file_size_mb, backup_count: a full file is renamed to .1, and so many older ones are kept.
-    heartbeat_s, stall_timeout_s: 0 switches off. trace_workers: data-loader workers and other forked children;
-    None: up to 64 ranks. run, attempt: the run's name and the number of its start, where the caller knows better
-    than the launcher's variables.
-    Raises ValueError for a setting that makes no sense, or when tracing has begun with others.
+    source: what the process is ("training"), part of the file's name. rank: if the launcher's variables do
+    not tell. max_file_size_mb, backup_count: a full file is renamed to .1, and so many older ones are kept.
+    heartbeat_s, stall_timeout_s: 0 switches off. trace_workers: data-loader workers and other forked
+    children; None: up to 64 ranks. run, attempt: the run's name and the number of its start, where the caller
+    knows better than the launcher's variables. Raises ValueError for a setting that makes no sense, or when
+    tracing has begun with others.
     """
     global _tracer, _settings
     settings = {"source": str(source), "output_dir": os.path.abspath(os.fspath(output_dir)), "rank": rank,
                 "enable": bool(enable), "max_file_size_mb": max_file_size_mb, "backup_count": backup_count,
-                "heartbeat_s": heartbeat_s, "stall_timeout_s": stall_timeout_s, "trace_workers": trace_workers,
-                "run": run, "attempt": attempt}
+                "heartbeat_s": heartbeat_s, "stall_timeout_s": stall_timeout_s,
+                "trace_workers": trace_workers, "run": run, "attempt": attempt}
     _check(settings)
     if _settings is not None:
         other = [k for k in settings if settings[k] != _settings[k]]
@@ -1276,8 +1281,8 @@ def _check(settings: Dict[str, Any]) -> None:
         if not is_good:
             raise ValueError(f"init_structured_logger: {key}={settings[key]!r}, want {wanted}")
 
-    for key, least in (("max_file_size_mb", 0.01), ("backup_count", 0), ("heartbeat_s", 0), ("stall_timeout_s", 0)):
-        number = settings[key]
+    for key in ("max_file_size_mb", "backup_count", "heartbeat_s", "stall_timeout_s"):
+        number, least = settings[key], 0.01 if key == "max_file_size_mb" else 0
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         want(key, is_number and least <= number < 1e9, f"a number from {least}")
     want("backup_count", isinstance(settings["backup_count"], int), "a whole number")

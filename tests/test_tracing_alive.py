@@ -1,4 +1,4 @@
-"""tracing.py's signs of life: heartbeats, stacks of stalls and signals, how a process ended, and whose faulthandler it is."""
+"""tracing.py's signs of life: heartbeats, stacks, how a process ended, and whose faulthandler it is."""
 
 import os
 import signal
@@ -21,7 +21,8 @@ def started(tmp_path, text, **options):
     import shutil
     shutil.copy(ROOT / "tracing.py", tmp_path / "tracing.py")
     (tmp_path / "program.py").write_text(text)
-    process = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, env={**os.environ, **environment()},
+    process = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path,
+                               env={**os.environ, **environment()},
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
     try:
         return process, wait_for(lambda: [p for p in files(tmp_path / "logs") if p.stat().st_size])[0]
@@ -71,9 +72,10 @@ with log_trace_span("step"):
 def test_a_stall_writes_all_stacks_once_and_again_when_it_has_doubled(tmp_path):
     process, path = started(tmp_path, STALL)
     try:
-        dumps = wait_for(lambda: (lambda d: d if len(d) >= 3 else None)(only(records(path, torn_end=True), "i", "stacks")))
+        wait_for(lambda: len(only(records(path, torn_end=True), "i", "stacks")) >= 3)
     finally:
         ended(process)
+    dumps = only(records(path, torn_end=True), "i", "stacks")
     seconds = [d["args"]["seconds"] for d in dumps]
     assert all(later >= 2 * earlier for earlier, later in zip(seconds, seconds[1:]))
     threads = {t["name"]: t["stack"] for t in dumps[0]["args"]["threads"]}
@@ -224,7 +226,7 @@ def test_a_sigusr1_that_is_taken_stays_its_owners(tmp_path, owner, when):
     lines = [owner, 'tracing.init_structured_logger("usr1", "logs", heartbeat_s=0)']
     if when == "after":
         if "faulthandler" in owner:
-            pytest.skip("faulthandler has one owner a signal: the last that registers, as its documentation says")
+            pytest.skip("faulthandler has one owner a signal, the last that registers")
         lines.reverse()
     out = ran(tmp_path, HEAD + "\n".join(lines) + """
 os.kill(os.getpid(), signal.SIGUSR1)
@@ -274,7 +276,8 @@ print(faulthandler.is_enabled())
 tracing.init_structured_logger("back", "logs")
 print(faulthandler.is_enabled())
 tracing.close_structured_logger()
-print(faulthandler.is_enabled(), faulthandler.unregister(signal.SIGUSR1), faulthandler.unregister(signal.SIGTERM))
+print(faulthandler.is_enabled(), faulthandler.unregister(signal.SIGUSR1),
+      faulthandler.unregister(signal.SIGTERM))
 faulthandler.enable()
 tracing.init_structured_logger("back", "logs")
 tracing.close_structured_logger()
@@ -314,7 +317,8 @@ broken()
     ("raise KeyboardInterrupt", -2, {"how": "exception", "type": "KeyboardInterrupt"}),
     ("threading.Thread(target=lambda: 1 / 0).start()", 0, {"how": "exit"})])
 def test_the_last_record_says_how_a_process_ended(tmp_path, last, code, wanted):
-    done = program(tmp_path, HEAD + 'tracing.init_structured_logger("ends", "logs")\n' + last, env=environment())
+    done = program(tmp_path, HEAD + 'tracing.init_structured_logger("ends", "logs")\n' + last,
+                   env=environment())
     assert done.returncode == code, done.stderr
     found = all_records(tmp_path / "logs")
     end, = only(found, "i", "process_end")

@@ -1,4 +1,4 @@
-"""tracing.py across processes: forks, data-loader workers of every kind, and DDP ranks that wait for each other."""
+"""tracing.py across processes: forks, data-loader workers of every kind, DDP ranks that wait."""
 
 import collections
 import shutil
@@ -43,10 +43,13 @@ if speaking:
     found = {records(p)[0]["pid"]: records(p) for p in files(tmp_path / "logs")}
     assert len(found) == 3
     parent, = [r for r in found.values() if r[0]["worker"] is None]
-    assert [(r["ph"], r["name"]) for r in parent if r["ph"] in "BE"] == [("B", "around the fork"), ("E", "around the fork")]
+    assert [(r["ph"],
+             r["name"]) for r in parent if r["ph"] in "BE"] == [("B", "around the fork"),
+                                                                ("E", "around the fork")]
     child, = [r for r in found.values() if r[0]["parent"] == parent[0]["pid"]]
     grandchild, = [r for r in found.values() if r[0]["parent"] == child[0]["pid"]]
-    assert [(r["ph"], r["name"]) for r in child if r["ph"] in "BE"] == [("B", "in the child"), ("E", "in the child")]
+    assert [(r["ph"],
+             r["name"]) for r in child if r["ph"] in "BE"] == [("B", "in the child"), ("E", "in the child")]
     assert only(child, "i", "heartbeat") and not [r for r in child if "step" in r]
     assert [(r["ph"], r["name"]) for r in grandchild if r["ph"] in "BE"][0] == ("B", "in the grandchild")
     assert abs((child[0]["ts"] - child[0]["mono_us"]) - (parent[0]["ts"] - parent[0]["mono_us"])) <= 1
@@ -81,14 +84,14 @@ tracing.close_structured_logger()
 def test_a_child_that_execs_and_other_programs_leave_the_trace_alone(tmp_path):
     ran(tmp_path, HEAD + """
 tracing.init_structured_logger("execs", "logs", heartbeat_s=0)
-look = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if n > '2' and "\\
-       "os.path.exists(f'/proc/self/fd/{n}')])"
+look = "import os; print(*[os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')])"
 pid = os.fork()
 if pid == 0:
     os.execv(sys.executable, [sys.executable, "-c", look])
 assert os.waitpid(pid, 0)[1] == 0
 assert "logs" not in subprocess.check_output([sys.executable, "-c", look], text=True)
-subprocess.run([sys.executable, "-c", "import tracing, sys; tracing.log_trace_instant('x'); sys.exit(0)"], check=True,
+subprocess.run([sys.executable, "-c", "import tracing, sys; tracing.log_trace_instant('x'); sys.exit(0)"],
+               check=True,
                preexec_fn=lambda: None)
 tracing.close_structured_logger()
 """, env=environment(PYTHONWARNINGS="ignore"))
@@ -193,7 +196,8 @@ def test_every_batch_of_every_worker_is_a_fetch(tmp_path, method, workers, persi
         r[0]["parent"] for r in children})
     everything = [r for part in found for r in part]
     fetches = only(everything, "B", "fetch")
-    batches = {"map": 12, "stream": 12 + 2 * max(workers, 1), "single": 24 + 2 * workers}[kind]   # and each stream's end
+    batches = {"map": 12, "stream": 12 + 2 * max(workers, 1),
+               "single": 24 + 2 * workers}[kind]   # and each stream's end
     assert len(fetches) == len(only(everything, "E", "fetch")) == batches
     assert bool(only(parent, "B", "fetch")) == (workers == 0)
     assert not [r for r in only(everything, "E") if "err" in r]
@@ -289,6 +293,7 @@ for step in range(24):
 tracing.close_structured_logger()
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
+os._exit(0)   # gloo may abort while the interpreter ends
 """
 
 
@@ -314,13 +319,13 @@ def test_the_slow_rank_in_backward_has_the_largest_own_time(tmp_path, hook):
     named = [max(own_us[step], key=own_us[step].get) == step % 2 for step in range(1, 24)]
     assert sum(named) >= 22, own_us   # one step may be disturbed by a loaded machine
     for step in range(24):
-        assert own_us[step][step % 2] >= 60_000 and wall_us[step][1 - step % 2] >= 50_000, "the other rank has waited"
+        assert own_us[step][step % 2] >= 60_000 and wall_us[step][1 - step % 2] >= 50_000
     other = statistics.median(own_us[step][1 - step % 2] for step in range(24))
     assert other < 40_000, "the waiting rank's own time leaves the wait out"
 
 
 def test_the_docstrings_loop_is_the_one_that_is_tested():
-    source = (ROOT / "tracing.py").read_text()
-    hook = "loss.register_hook(lambda grad: torch.autograd.Variable._execution_engine.queue_callback(span.ready))"
-    assert hook in source.split('"""')[1] and hook in DDP
-    assert "register_multi_grad_hook(list(model.parameters()), lambda grads: span.ready())" in source.split('"""')[1]
+    docstring = (ROOT / "tracing.py").read_text().split('"""')[1]
+    for line in ("loss.register_hook(lambda grad: torch.autograd.Variable._execution_engine.queue_callback(",
+                 "register_multi_grad_hook(list(model.parameters()), lambda grads: span.ready())"):
+        assert line in docstring and line in DDP

@@ -12,10 +12,10 @@ from conftest import ROOT, run
 LOOSE = {"M": {"continues"}, "B": {"step", "tid", "task", "tags", "sync", "args"},
          "E": {"step", "tid", "task", "tags", "err"}, "C": {"step", "tid", "task"},
          "i": {"step", "tid", "task", "args"}, "D": {"name", "tid"}}
-FIXED = {"M": set("ph v ts mono_us boot_id rank local_rank world_size node host pid source worker parent run attempt "
-                  "heartbeat_s stall_timeout_s versions part".split()),
-         "B": {"ph", "ts", "name"}, "E": {"ph", "ts", "name", "dur"}, "C": {"ph", "ts", "args"}, "i": {"ph", "ts", "name"},
-         "D": {"ph", "at"}}
+FIXED = {"M": set("ph v ts mono_us boot_id rank local_rank world_size node host pid source worker parent run "
+                  "attempt heartbeat_s stall_timeout_s versions part".split()),
+         "B": {"ph", "ts", "name"}, "E": {"ph", "ts", "name", "dur"}, "C": {"ph", "ts", "args"},
+         "i": {"ph", "ts", "name"}, "D": {"ph", "at"}}
 
 
 def no_constant(text):
@@ -28,7 +28,7 @@ def no_twins(pairs):
 
 
 def records(path, torn_end=False):
-    """All records of a file, checked against the format's table. torn_end: the last line may be half a one."""
+    """All records of a file, checked against the format's table. torn_end: the last line may be torn."""
     data = Path(path).read_bytes()
     lines = data.split(b"\n")
     tail = lines.pop()
@@ -57,7 +57,7 @@ def only(found, ph=None, name=None):
 
 
 def program(tmp_path, text, *args, python=sys.executable, env=None, timeout_s=120):
-    """Run a program in a folder that holds it and a copy of tracing.py, nothing else. Returns the finished process."""
+    """Run a program in a folder that holds it and a copy of tracing.py. Returns the finished process."""
     shutil.copy(ROOT / "tracing.py", tmp_path / "tracing.py")
     (tmp_path / "program.py").write_text(text)
     return run([python, "program.py", *args], cwd=tmp_path, timeout_s=timeout_s, env=env)
@@ -83,6 +83,7 @@ def wait_for(condition, timeout_s=120):
 
 def environment(**variables):
     """Launcher's variables as given, and none that the test's own process may have."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT",
+                 "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)
     return {name: str(value) for name, value in variables.items()}

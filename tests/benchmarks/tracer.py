@@ -1,11 +1,11 @@
-"""What a span costs: tracing.py beside Python's logging, viztracer, OpenTelemetry and torchtitan, and in training.
+"""What a span costs: tracing.py beside logging, viztracer, OpenTelemetry and torchtitan, and in training.
 
-    python tests/benchmarks/tracer.py               # microseconds a call, interleaved, each contender in its own process
-    python tests/benchmarks/tracer.py --training    # step time of a 2-rank DDP job with tracing on against off
-    python tests/benchmarks/tracer.py --heartbeat   # what the heartbeat thread costs a core
+    python tests/benchmarks/tracer.py              # microseconds a call, each contender in its own process
+    python tests/benchmarks/tracer.py --training   # step time of a 2-rank DDP job, tracing on against off
+    python tests/benchmarks/tracer.py --heartbeat  # what the heartbeat thread costs a core
 
-Contenders that are not installed are left out. Only ratios within one run mean something: the times depend on the machine.
-Blocks of calls alternate between the contenders; the figures are medians over the blocks.
+Contenders that are not installed are left out. Only ratios within one run mean something: the times depend on
+the machine. Blocks of calls alternate between the contenders; the figures are medians over the blocks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 TEN = {f"value_{i}": i * 1.1 for i in range(10)}
 
 
-# ---- The contenders: name -> function(folder) that returns {case: (function to call n times, calls a block)} ----
+# ---- The contenders: functions of a folder that return {case: (block of calls, number of calls)} ----
 
 def spans(log_trace_span, num_calls):
     """One named span around nothing, as a context manager: what a training step does."""
@@ -69,7 +69,8 @@ def threads(log_trace_span, num_calls):
 
 def cases(span, scalar, num_calls):
     return {"span": spans(span, num_calls), "decorator": decorated(span, num_calls),
-            "1 scalar": scalars(scalar, {"loss": 1.25}, num_calls), "10 scalars": scalars(scalar, TEN, num_calls),
+            "1 scalar": scalars(scalar, {"loss": 1.25},
+                                num_calls), "10 scalars": scalars(scalar, TEN, num_calls),
             "span, 4 threads": threads(span, num_calls)}
 
 
@@ -85,7 +86,8 @@ def ours(folder):
 
 def ours_off(folder):
     import tracing
-    return {"span, off": spans(tracing.log_trace_span, 20000), "10 scalars, off": scalars(tracing.log_trace_scalar, TEN, 20000)}
+    return {"span, off": spans(tracing.log_trace_span, 20000),
+            "10 scalars, off": scalars(tracing.log_trace_scalar, TEN, 20000)}
 
 
 def args_span(log_trace_span, num_calls):
@@ -118,7 +120,8 @@ def torchtitan(folder):
 def torchtitan_off(folder):
     from torchtitan.observability import structured_logger as logger
     logger.init_structured_logger("bench", folder, enable=False)
-    return {"span, off": spans(logger.log_trace_span, 20000), "10 scalars, off": scalars(logger.log_trace_scalar, TEN, 20000)}
+    return {"span, off": spans(logger.log_trace_span, 20000),
+            "10 scalars, off": scalars(logger.log_trace_scalar, TEN, 20000)}
 
 
 def python_logging(folder):
@@ -128,8 +131,9 @@ def python_logging(folder):
 
     class Json(logging.Formatter):
         def format(self, record):
+            place = f"{record.filename}:{record.lineno}"
             return json.dumps({"ts": int(record.created * 1e6), "ph": record.msg, "name": record.args[0],
-                               "step": record.args[1], "tid": record.thread, "place": f"{record.filename}:{record.lineno}"})
+                               "step": record.args[1], "tid": record.thread, "place": place})
 
     handler = logging.FileHandler(os.path.join(folder, "logging.jsonl"))
     handler.setFormatter(Json())
@@ -147,7 +151,7 @@ def python_logging(folder):
 
 
 def viztracer(folder):
-    """log_event: nothing is on disk before the end of the process, and its buffer holds the last million entries."""
+    """log_event: nothing is on disk before the process ends; its buffer holds the last million entries."""
     from viztracer import VizTracer
     tracer = VizTracer(log_sparse=True, verbose=0, output_file=os.path.join(folder, "viz.json"))
     tracer.start()
@@ -165,13 +169,14 @@ def opentelemetry(folder):
     return {"span": spans(provider.get_tracer("bench").start_as_current_span, 200)}
 
 
-CONTENDERS = {"tracing.py": (ours, None), "tracing.py, off": (ours_off, None), "torchtitan": (torchtitan, "torchtitan"),
+CONTENDERS = {"tracing.py": (ours, None), "tracing.py, off": (ours_off, None),
+              "torchtitan": (torchtitan, "torchtitan"),
               "torchtitan, off": (torchtitan_off, "torchtitan"), "logging + JSON": (python_logging, None),
-              "viztracer": (viztracer, "viztracer"), "OpenTelemetry": (opentelemetry, "opentelemetry.sdk")}
+              "viztracer": (viztracer, "viztracer"), "OpenTelemetry": (opentelemetry, "opentelemetry")}
 
 
 def serve(name):
-    """A contender's process: runs the case that a line of its stdin names, answers with microseconds a call."""
+    """A contender's process: runs the case that a line of stdin names, answers with microseconds a call."""
     folder = tempfile.mkdtemp(prefix="bench_", dir=os.environ.get("BENCH_DIR"))
     runs = CONTENDERS[name][0](folder)
     print(json.dumps(sorted(runs)), flush=True)
@@ -185,9 +190,11 @@ def serve(name):
 def compare(num_rounds):
     """Ask all contenders in turns. Returns {case: {contender: [microseconds a call, one a round]}}."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {n: m for n, (_, m) in CONTENDERS.items() if m is None or importlib.util.find_spec(m.split(".")[0])}
-        workers = {name: subprocess.Popen([sys.executable, __file__, "--serve", name], text=True, stdin=subprocess.PIPE,
-                                          stdout=subprocess.PIPE, env={**os.environ, "BENCH_DIR": folder}) for name in found}
+        found = [name for name, (_, module) in CONTENDERS.items()
+                 if module is None or importlib.util.find_spec(module)]
+        env = {**os.environ, "BENCH_DIR": folder}
+        workers = {name: subprocess.Popen([sys.executable, __file__, "--serve", name], text=True, env=env,
+                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in found}
         offers = {name: json.loads(worker.stdout.readline()) for name, worker in workers.items()}
         times = {}
         for round_ in range(num_rounds + 1):
@@ -222,7 +229,7 @@ def print_spans(num_rounds):
         mine = statistics.median(by_name["tracing.py"])
         others = []
         for name, values in by_name.items():
-            if name != "tracing.py":   # the ratio of each round, since the machine's speed changes between them
+            if name != "tracing.py":   # the ratio of each round: the machine's speed changes between them
                 ratio = statistics.median(b / a for a, b in zip(by_name["tracing.py"], values))
                 others.append(f"{name} {statistics.median(values):.2f} ({ratio:.1f})")
         print(f"{case:<28}{mine:>12.3f}{'':4}{', '.join(others)}")
@@ -232,7 +239,7 @@ def print_spans(num_rounds):
 # ---- In training ----
 
 def train(num_blocks, steps_a_block):
-    """One rank of a DDP job whose blocks of steps alternate between tracing off, on, and on without heartbeats."""
+    """One rank of a DDP job whose blocks of steps have tracing off, on, on without heartbeats, in turns."""
     import torch
     import tracing
     from torch.nn.parallel import DistributedDataParallel
@@ -241,7 +248,7 @@ def train(num_blocks, steps_a_block):
     rank, folder = torch.distributed.get_rank(), os.environ["BENCH_DIR"]
     model = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    batch = torch.randn(128, 256)
+    batch, engine = torch.randn(128, 256), torch.autograd.Variable._execution_engine
 
     def step():
         with tracing.log_trace_span("step"):
@@ -252,7 +259,7 @@ def train(num_blocks, steps_a_block):
             with tracing.log_trace_span("forward"):
                 loss = model(x).square().mean()
             with tracing.log_trace_span("backward", sync=True) as span:
-                loss.register_hook(lambda grad: torch.autograd.Variable._execution_engine.queue_callback(span.ready))
+                loss.register_hook(lambda grad: engine.queue_callback(span.ready))
                 loss.backward()
             with tracing.log_trace_span("optimizer"):
                 optimizer.step()
@@ -265,7 +272,8 @@ def train(num_blocks, steps_a_block):
     for block in range(num_blocks + 1):
         for mode in sorted(modes, key=lambda m: (list(modes).index(m) + block) % 3):
             if modes[mode] is not None:
-                tracing.init_structured_logger(f"b{block}{mode[-4:]}".replace(" ", ""), folder, heartbeat_s=modes[mode])
+                tracing.init_structured_logger(f"b{block}{mode[-4:]}".replace(" ", ""), folder,
+                                               heartbeat_s=modes[mode])
             torch.distributed.barrier()
             start_s = time.perf_counter()
             for i in range(steps_a_block):
@@ -277,11 +285,12 @@ def train(num_blocks, steps_a_block):
             tracing.close_structured_logger()
     if rank == 0:
         base = statistics.median(times["off"])
-        print(f"step {base:.2f} ms with tracing off; {num_blocks} blocks of {steps_a_block} steps each way, 2 ranks")
+        print(f"step {base:.2f} ms with tracing off; {num_blocks} blocks of {steps_a_block} steps each way")
         for mode in ("on", "on, no heartbeat"):
             ratios = [100 * (on / off - 1) for on, off in zip(times[mode], times["off"])]
             low, high = confidence(ratios)
-            print(f"{mode}: {statistics.median(ratios):+.2f} per cent of a step (95 % confidence {low:+.2f} to {high:+.2f})")
+            middle = statistics.median(ratios)
+            print(f"{mode}: {middle:+.2f} per cent of a step (95 % confidence {low:+.2f} to {high:+.2f})")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -295,32 +304,38 @@ def confidence(values):
 
 def print_training(num_blocks, steps_a_block):
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__,
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                   __file__,
                    "--train", "--blocks", str(num_blocks), "--steps", str(steps_a_block)]
         subprocess.run(command, check=True, env={**os.environ, "BENCH_DIR": folder, "OMP_NUM_THREADS": "1"})
 
 
 def print_heartbeat(seconds):
-    """CPU time of a process that sleeps, with a beat every 50 ms against none, scaled to the default of 5 s."""
+    """CPU time of a process that sleeps, with a beat every 50 ms against none, scaled to one in 5 s."""
     import tracing
     with tempfile.TemporaryDirectory() as folder:
         cpu_s = {}
         for heartbeat_s in (0.05, 0):
-            tracing.init_structured_logger("beat", folder, heartbeat_s=heartbeat_s, stall_timeout_s=100 if heartbeat_s else 0)
+            tracing.init_structured_logger("beat", folder, heartbeat_s=heartbeat_s,
+                                           stall_timeout_s=100 if heartbeat_s else 0)
             start_s = time.process_time()
             time.sleep(seconds)
             cpu_s[heartbeat_s] = time.process_time() - start_s
             tracing.close_structured_logger()
     beat_us = (cpu_s[0.05] - cpu_s[0]) / (seconds / 0.05) * 1e6
-    print(f"a heartbeat takes {beat_us:.0f} us of CPU time: {beat_us / 5e6 * 100:.4f} per cent of a core at one in 5 s")
+    percent = beat_us / 5e6 * 100
+    print(f"a heartbeat takes {beat_us:.0f} us of CPU time: {percent:.4f} per cent of a core at one in 5 s")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="blocks of calls for each contender (default 30)")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30,
+                        help="blocks of calls for each contender (default 30)")
     parser.add_argument("--training", action="store_true")
     parser.add_argument("--heartbeat", action="store_true")
-    parser.add_argument("--blocks", type=int, default=300, help="blocks of steps each way, with --training (default 300)")
+    parser.add_argument("--blocks", type=int, default=300,
+                        help="blocks of steps each way, with --training (default 300)")
     parser.add_argument("--steps", type=int, default=10, help="steps a block, with --training (default 10)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
