@@ -44,8 +44,9 @@ import re
 import threading
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ class HookDispatcher:
     """
 
     def __init__(self, hooks: Mapping[str, Any], span: Callable | None = None):
-        self._span = span
+        self._span = span or _no_span
         self._owners: dict[str, str] = {}  # metric key -> the first hook that returned it
         self._clashes: set[tuple[str, str]] = set()  # pairs of hooks that share a key, warned of once
         self._calls: dict[str, list] = {event: [] for event in EVENTS}
@@ -99,11 +100,8 @@ class HookDispatcher:
         failed = None
         for name, method in self._calls[event]:
             try:
-                if self._span is None:
+                with self._span(f"{name}.{event}"):
                     returned = method(state)
-                else:
-                    with self._span(f"{name}.{event}"):
-                        returned = method(state)
                 if returned is not None:
                     self._merge(found, name, event, returned)
             except Exception as error:
@@ -156,6 +154,16 @@ def _check_methods(name: str, hook: Any) -> None:
             raise ValueError(f"{who}: {event} must take one argument, the state") from None
 
 
+class _NoSpan:
+    def ready(self) -> None:
+        pass
+
+
+def _no_span(name: str, sync: bool = False) -> Any:
+    """Stands in for a tracer's span when none is given."""
+    return contextlib.nullcontext(_NoSpan())
+
+
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
     """Numbers and one-element tensors -> floats, with one copy to the host from each device."""
     result = dict(values)  # keeps the order
@@ -169,11 +177,16 @@ def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
         else:
             result[key] = float(value)
     for device, by_dtype in by_device.items():
-        wide = torch.float32 if device.type == "mps" else torch.float64
+        wide = _wide(device)
         stacked = [torch.stack([value for _, value in group]).to(wide) for group in by_dtype.values()]
         keys = [key for group in by_dtype.values() for key, _ in group]
         result.update(zip(keys, torch.cat(stacked).tolist()))  # the event's device sync
     return result
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """The widest floating-point type of a device: Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -186,7 +199,7 @@ def _check_period(hook: Any, log_frequency: int | None, default: int = 10) -> in
     """log_frequency as a whole number of steps; None (nobody filled it in) is the default."""
     if log_frequency is None:
         return default
-    if isinstance(log_frequency, bool) or not isinstance(log_frequency, int) or log_frequency < 1:
+    if type(log_frequency) is not int or log_frequency < 1:  # True is an int for isinstance
         raise ValueError(f"{type(hook).__name__}: log_frequency is {log_frequency!r}; wanted a whole number"
                          f" of steps, 1 or more (to switch the hook off, leave it out)")
     return log_frequency
@@ -385,7 +398,7 @@ class GarbageCollector:
 
     def __init__(self, log_frequency: int = 50, span: Callable | None = None):
         self.log_frequency = _check_period(self, log_frequency, default=50)
-        self._span = span or (lambda name: contextlib.nullcontext())
+        self._span = span or _no_span
         self._active = False
 
     def before_train(self, state):
@@ -418,38 +431,24 @@ class GarbageCollector:
 # -------------------- what several of the hooks below share
 
 
-class _NoSpan:
-    """Stands in for a tracer's span when none is given."""
-
-    def __call__(self, name: str, sync: bool = False) -> "_NoSpan":
-        return self
-
-    def __enter__(self) -> "_NoSpan":
-        return self
-
-    def __exit__(self, *error) -> None:
-        pass
-
-    def ready(self) -> None:
-        pass
-
-
 # Attributes under which wrappers keep the module they wrap; names in recipes and metrics are without them.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
+def _walk(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """(name without wrappers, module), outermost first; a wrapper has the name of the module in it."""
+    yield name, module
+    for child_name, child in module.named_children():
+        is_inner = child_name in _WRAPPED or (child_name == "module" and isinstance(module, _PARALLEL))
+        yield from _walk(child, name if is_inner else f"{name}.{child_name}".lstrip("."))
+
+
 def clean_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Every module under its name without wrappers ("" is the model); the wrapper where there is one."""
     found: dict[str, torch.nn.Module] = {}
-
-    def visit(module: torch.nn.Module, name: str) -> None:
+    for name, module in _walk(model):
         found.setdefault(name, module)
-        for child_name, child in module.named_children():
-            is_inner = child_name in _WRAPPED or (child_name == "module" and isinstance(module, _PARALLEL))
-            visit(child, name if is_inner else f"{name}.{child_name}" if name else child_name)
-
-    visit(model, "")
     return found
 
 
@@ -482,25 +481,12 @@ def _exchange_device(*devices: Any) -> torch.device:
 def _owned_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
     """(clean name of the owning module, module, attribute, parameter); a tied one with its first owner."""
     owned, seen = [], set()
-    for name, module in clean_modules(model).items():
-        # A wrapper hides its module under the same name: look into it for parameters.
-        for inner in _unwrap(module):
-            for attribute, parameter in inner.named_parameters(recurse=False):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    owned.append((name, inner, attribute, parameter))
+    for name, module in _walk(model):
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                owned.append((name or "(root)", module, attribute, parameter))
     return owned
-
-
-def _unwrap(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The module and what its wrappers wrap, outermost first."""
-    chain = [module]
-    while True:
-        names = _WRAPPED | ({"module"} if isinstance(chain[-1], _PARALLEL) else set())
-        inner = [child for name, child in chain[-1].named_children() if name in names]
-        if not inner:
-            return chain
-        chain.append(inner[0])
 
 
 def _quote(names: Any, limit: int = 8) -> str:
@@ -528,7 +514,7 @@ class ParameterCounter:
              "params/size_mb": "MB"}
 
     def __init__(self, show_details: bool = True, min_params: int = 0):
-        if isinstance(min_params, bool) or not isinstance(min_params, int) or min_params < 0:
+        if type(min_params) is not int or min_params < 0:
             raise ValueError(f"ParameterCounter: min_params is {min_params!r}; wanted a whole number >= 0")
         self.show_details = show_details
         self.min_params = min_params
@@ -542,19 +528,17 @@ class ParameterCounter:
 
     def _count(self, state) -> dict[str, float]:
         rows: dict[str, dict] = {}  # per module: counts, class name
-        bytes_by_dtype: dict[str, int] = {}
+        bytes_by_dtype: Counter[str] = Counter()
         lazy = []
         for name, module, is_trainable, parameter in _countable(state.model):
             if torch.nn.parameter.is_lazy(parameter):
-                lazy.append(name or "(root)")
+                lazy.append(name)
                 continue
-            new_row = {"total": 0, "trainable": 0, "kind": type(module).__name__}
-            row = rows.setdefault(name or "(root)", new_row)
+            row = rows.setdefault(name, {"total": 0, "trainable": 0, "kind": type(module).__name__})
             count = _num_values(parameter)
             row["total"] += count
             row["trainable"] += count if is_trainable else 0
-            for dtype, num_bytes in _bytes_by_dtype(parameter).items():
-                bytes_by_dtype[dtype] = bytes_by_dtype.get(dtype, 0) + num_bytes
+            bytes_by_dtype.update(_bytes_by_dtype(parameter))  # a Counter adds
         self._has_lazy = bool(lazy)
         total, trainable = (sum(row[part] for row in rows.values()) for part in ("total", "trainable"))
         size_mb = sum(bytes_by_dtype.values()) / 2**20
@@ -589,13 +573,13 @@ def _countable(model):
     """(module name, module, trains, parameter): parameters, and the packed weights of quantised modules."""
     for name, module, _, parameter in _owned_parameters(model):
         yield name, module, parameter.requires_grad, parameter
-    for name, module in clean_modules(model).items():
+    for name, module in _walk(model):
         # torch.ao's quantised layers keep weight and bias in a packed object, behind methods.
         if type(module).__module__.startswith("torch.ao.nn.quantized"):
             for getter in (getattr(module, "weight", None), getattr(module, "bias", None)):
                 packed = getter() if inspect.ismethod(getter) else None
                 if isinstance(packed, torch.Tensor):
-                    yield name, module, False, packed
+                    yield name or "(root)", module, False, packed
 
 
 def _num_values(parameter: torch.Tensor) -> int:
@@ -604,15 +588,12 @@ def _num_values(parameter: torch.Tensor) -> int:
     return math.prod(shape) if shape is not None else parameter.numel()
 
 
-def _bytes_by_dtype(tensor: torch.Tensor) -> dict[str, int]:
+def _bytes_by_dtype(tensor: torch.Tensor) -> Counter[str]:
     """Bytes that a tensor takes over all ranks; for a quantised subclass, those of the tensors inside it."""
     if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, DTensor):
-        found: dict[str, int] = {}
-        for attribute in tensor.__tensor_flatten__()[0]:
-            for dtype, num_bytes in _bytes_by_dtype(getattr(tensor, attribute)).items():
-                found[dtype] = found.get(dtype, 0) + num_bytes
-        return found
-    return {str(tensor.dtype).replace("torch.", ""): tensor.numel() * tensor.element_size()}
+        inside = (getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0])
+        return sum(map(_bytes_by_dtype, inside), Counter())
+    return Counter({str(tensor.dtype).replace("torch.", ""): tensor.numel() * tensor.element_size()})
 
 
 class GradientNormLogger:
@@ -644,7 +625,7 @@ class GradientNormLogger:
             raise ValueError(f"GradientNormLogger: norm_type is {norm_type!r}; wanted a number > 0, or inf")
         self.log_per_layer = log_per_layer
         self.prefix = prefix
-        self._span = span or _NoSpan()
+        self._span = span or _no_span
         self._owned: list = []
         self._num_optimized = -1
         self._trainable_ids: list[int] = []
@@ -662,16 +643,16 @@ class GradientNormLogger:
             # A device sync, only under a GradScaler, which has one at each step itself.
             if getattr(state, "grad_scale", None) is not None and num_nonfinite.item():
                 return self._overflowed(state, norms, num_nonfinite)
-            total = _join(norms, self.norm_type)
+            total = torch.linalg.vector_norm(norms, self.norm_type)
             found = {f"{self.prefix}/total": total, f"{self.prefix}/nonfinite_params": num_nonfinite}
             if getattr(state, "clip_norm", None):
                 norm = total
                 if self.norm_type != 2:
-                    norm = _join(_parameter_norms(parameters, 2.0, self._span), 2.0)
+                    norm = torch.linalg.vector_norm(_parameter_norms(parameters, 2.0, self._span))
                 found[f"{self.prefix}/clip_coef"] = (state.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             if self.log_per_layer:
                 self._layer_of = self._layer_of.to(norms.device)
-                layers = _join(norms, self.norm_type, self._layer_of, len(self._layers))
+                layers = _layer_norms(norms, self.norm_type, self._layer_of, len(self._layers))
                 keys = (f"{self.prefix}/layers/{name}" for name in self._layers[:self.max_layers])
                 found.update(zip(keys, layers.unbind()))
         return found
@@ -695,7 +676,7 @@ class GradientNormLogger:
         ids = [id(parameter) for _, _, _, parameter in trainable]
         if ids != self._trainable_ids:
             self._trainable_ids = ids
-            owners = [name or "(root)" for name, _, _, _ in trainable]
+            owners = [name for name, _, _, _ in trainable]
             self._names = [f"{owner}.{entry[2]}" for owner, entry in zip(owners, trainable)]
             self._layers = list(dict.fromkeys(owners))
             position = {name: index for index, name in enumerate(self._layers)}
@@ -707,21 +688,18 @@ class GradientNormLogger:
         return [parameter for _, _, _, parameter in trainable]
 
 
-def _join(norms: torch.Tensor, norm_type: float, index: torch.Tensor | None = None, size: int = 1):
-    """Norm over all parts (0-dim), or over each group that index names (size,), from the parts' norms."""
+def _layer_norms(norms: torch.Tensor, norm_type: float, layer_of: torch.Tensor, num_layers: int):
+    """Norm of each layer (num_layers,), from its parameters' norms and the layer's number for each."""
+    layers = norms.new_zeros(num_layers)
     if math.isinf(norm_type):
-        if index is None:
-            return norms.max()
-        return norms.new_zeros(size).scatter_reduce_(0, index, norms, "amax")
-    powers = norms**norm_type
-    joined = powers.sum() if index is None else norms.new_zeros(size).index_add_(0, index, powers)
-    return joined ** (1 / norm_type)
+        return layers.scatter_reduce_(0, layer_of, norms, "amax")
+    return layers.index_add_(0, layer_of, norms**norm_type) ** (1 / norm_type)
 
 
 def _parameter_norms(parameters: list, norm_type: float, span: Callable) -> torch.Tensor:
     """Norm of each whole gradient, float64, 0 where there is none; ranks meet only for sharded ones."""
     home = parameters[0].device
-    wide = torch.float32 if home.type == "mps" else torch.float64
+    wide = _wide(home)
     grads = [parameter.grad for parameter in parameters]
     kinds = {grad if grad is None else (type(grad), grad.layout, grad.device, grad.dtype) for grad in grads}
     if len(kinds) == 1 and (kinds.pop() or ())[:2] == (torch.Tensor, torch.strided):
@@ -805,7 +783,7 @@ class _OutputMonitor:
             raise ValueError(f"{type(self).__name__}: modules is {modules!r}; wanted names or patterns of"
                              f" modules, as ['student.backbone', '**.head']")
         self.modules = modules
-        self._span = span or _NoSpan()
+        self._span = span or _no_span
         self._listening = False
         self._handles: list = []
         self._names: list[str] = []
@@ -1119,8 +1097,8 @@ class LogitEntropyLogger:
     def __init__(self, log_frequency: int = 1, logits_key: str = "logits", temperature: float | str = 1.0,
                  prefix: str = "entropy"):
         self.log_frequency = _check_period(self, log_frequency)
-        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        if not (isinstance(temperature, str) and temperature or is_number and 0 < temperature < math.inf):
+        is_path = isinstance(temperature, str) and temperature != ""
+        if not is_path and not (type(temperature) in (int, float) and 0 < temperature < math.inf):
             raise ValueError(f"LogitEntropyLogger: temperature is {temperature!r}; wanted a number above 0,"
                              f" or the path of an attribute of the model")
         self.logits_key = logits_key
@@ -1220,7 +1198,7 @@ class ResourceUtilizationLogger:
     def __init__(self, log_frequency: int = 10, log_per_gpu: bool = False, per_process: bool = False,
                  sample_s: float = 1.0, span: Callable | None = None):
         self.log_frequency = _check_period(self, log_frequency)
-        if not isinstance(sample_s, (int, float)) or isinstance(sample_s, bool) or not 0 < sample_s < 1e6:
+        if type(sample_s) not in (int, float) or not 0 < sample_s < 1e6:
             raise ValueError(f"ResourceUtilizationLogger: sample_s is {sample_s!r}; wanted seconds above 0")
         try:
             import psutil  # noqa: F401
@@ -1229,7 +1207,7 @@ class ResourceUtilizationLogger:
         self.log_per_gpu = log_per_gpu
         self.per_process = per_process
         self.sample_s = sample_s
-        self._span = span or _NoSpan()
+        self._span = span or _no_span
         self._thread = None
         self._latest: dict[str, float] = {}  # the thread's figures: "host/cpu_percent", "gpu/power_w", ...
 
@@ -1569,7 +1547,7 @@ class RuntimeProfiler:
         limits = {"start_step": (start_step, 1, 10**9), "warmup": (warmup, 0, 1000),
                   "active": (active, 1, 100)}
         for name, (value, low, high) in limits.items():
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            if type(value) is not int or not low <= value <= high:
                 raise ValueError(f"RuntimeProfiler: {name} is {value!r}; wanted a whole number of steps,"
                                  f" {low} to {high:,}")
         is_list = isinstance(ranks, (list, tuple)) and all(type(rank) is int and rank >= 0 for rank in ranks)
