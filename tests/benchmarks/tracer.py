@@ -274,6 +274,8 @@ def train(num_blocks, steps_a_block):
             if modes[mode] is not None:
                 tracing.init_structured_logger(f"b{block}{mode[-4:]}".replace(" ", ""), folder,
                                                heartbeat_s=modes[mode])
+            for _ in range(2):   # a file's first step also defines its names
+                step()
             torch.distributed.barrier()
             start_s = time.perf_counter()
             for i in range(steps_a_block):
