@@ -1627,8 +1627,8 @@ def group_ranks(processes: Iterable[Process], value_of) -> List[Tuple[Any, str]]
 # work takes longer than the others' makes them wait at the meeting. All of it is durations on one rank: no
 # clocks are compared.
 
-LATE_US, LATE_RATIO = 1000, 0.02  # a straggler's median lateness: at least so much, and so much of a step
-COST_RATIO = 0.02  # what is found costs at least so much of the time of all steps
+LATE_US, LATE_RATIO = 1000, 0.03  # a straggler's median lateness: at least so much, and so much of a step
+COST_RATIO = 0.03  # what is found costs at least so much of the time of all steps
 MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
 MIN_Z = 6.0  # standard errors that a median lateness is above zero
 STRETCH_RATIO = 4.0  # of a part of the run, over the latest stretches that noise makes
@@ -1912,7 +1912,7 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
     block.
 
     Slow noise (another job on the machine) is told by six blocks in a row, each at least half as late as it
-    must be. Few meetings, or only a part of the run, need a plain case: a tenth of a step.
+    must be and a third as late as usual. Few meetings, or only a part of the run, need a plain case: a tenth of a step.
     """
     n = len(late)
     if n < (1.5 * FEW_MEETINGS if is_part else FEW_MEETINGS):
@@ -1928,7 +1928,7 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
         return None
     blocks = min(6, n // 4)
     medians = [median_low(late[n * i // blocks:n * (i + 1) // blocks]) for i in range(blocks)]
-    return (middle, z) if middle >= floor_us and min(medians) >= floor_us / 2 else None
+    return (middle, z) if middle >= floor_us and min(medians) >= max(floor_us / 2, 0.3 * middle) else None
 
 
 class Judge:

@@ -107,6 +107,8 @@ def draw(rng):
     elif kind == "two" and world > 4:
         ranks = sorted(rng.sample(range(world), 2))
         answer["ranks"] = ranks
+        if all(hosts[r] == hosts[ranks[0]] for r in ranks) and hosts.count(hosts[ranks[0]]) == 2:
+            answer["kind"] = ("slow_host",)
     elif kind == "slowdown":
         first, ranks, us = rng.randrange(40, 80), list(range(world)), max(us, step_us * 0.3)
         answer.update(kind=("slowdown",), ranks=None, first=first)
