@@ -362,9 +362,14 @@ def is_text(path: list[str]) -> bool:
     """Whether the path leads to a setting whose type is text."""
     kind: Any = Recipe
     for name in path:
-        section = next((option for option in (kind, *get_args(kind)) if is_dataclass(option)), None)
+        section = section_of(kind)
         kind = get_type_hints(section).get(name) if section else None
     return kind in (str, Optional[str])
+
+
+def section_of(kind):
+    """The dataclass of a setting that is a section, also of one that may be null; None for a value."""
+    return next((option for option in (kind, *get_args(kind)) if is_dataclass(option)), None)
 
 
 def put(node, path: list[str], value, key: str, above: str = ""):
@@ -441,7 +446,7 @@ def describe(kind) -> str:
 
 def coerce(value, kind, key: str):
     """The value as its setting's type, a section setting by setting. Raises RecipeError."""
-    section = next((member for member in (kind, *get_args(kind)) if is_dataclass(member)), None)
+    section = section_of(kind)
     if section is None or (resolve(value) is None and section is not kind):
         try:
             return fit(value, kind)
@@ -486,9 +491,9 @@ def load_recipe(argv: list[str]) -> Recipe:
     recipe.hooks = {str(name): check_hook(str(name), hook) for name, hook in recipe.hooks.items()}
     for name, component in components.items():
         setattr(recipe, name, check_component(name, component, ("params",) if name == "optimizer" else ()))
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write("".join(f"train.py: {line}\n" for line in without_effect(recipe)))
     if "--dry-run" in argv:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write("".join(f"train.py: {line}\n" for line in without_effect(recipe)))
         leave_with(dump_yaml(recipe_to_dict(recipe)))
     return recipe
 
@@ -865,7 +870,7 @@ from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableD
 
 import hooks
 from tracing import (close_structured_logger, init_structured_logger, log_trace_instant, log_trace_scalar, log_trace_span,
-                     set_step)
+                     set_step, trace_worker_init)
 
 
 # ---- World: this process among all others ------------------------------------------------------------------------
@@ -948,13 +953,13 @@ def connect(world: World, timeout_s: float) -> None:
 
 def join_process_group(world: World, recipe: Recipe) -> None:
     """NCCL on CUDA, gloo on the CPU; besides, a gloo group for what the hosts agree on."""
-    if world.device.type == "cuda":
+    on_cuda = world.device.type == "cuda"
+    if on_cuda:
         torch.cuda.set_device(world.device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.tf32
     if world.store is None:
         return
     timeout = timedelta(seconds=recipe.pg_timeout_s)
-    on_cuda = world.device.type == "cuda"
     dist.init_process_group("nccl" if on_cuda else "gloo", store=world.store, rank=world.rank, timeout=timeout,
                             world_size=world.world_size, device_id=world.device if on_cuda else None)
     world.hosts = dist.new_group(backend="gloo", timeout=timeout)
@@ -985,6 +990,10 @@ class Start:
     checkpoint: Path | None  # what it goes on from; None: from the beginning
     asked_for: bool  # by resume=, and not by a restart
     warnings: list[str]  # from before there was a train.log
+
+    @property
+    def launch_dir(self) -> Path:
+        return self.run_dir / "launch" / f"attempt_{self.attempt}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -1021,12 +1030,11 @@ def choose_start(recipe: Recipe) -> Start:
     known_id = json.loads(earlier[-1].read_text())["wandb_id"] if earlier else secrets.token_hex(4)
     start = Start(run_dir, saved.get("attempt", -1) + 1, saved.get("wandb_id", known_id), checkpoint,
                   torchrun_identity()["restart"] == 0, warnings)
-    (run_dir / "launch").mkdir(exist_ok=True)
-    while (launch_dir := run_dir / "launch" / f"attempt_{start.attempt}").exists():
+    while start.launch_dir.exists():
         start.attempt += 1
-    launch_dir.mkdir()
+    start.launch_dir.mkdir(parents=True)
     facts = {**torchrun_identity(), "attempt": start.attempt, "wandb_id": start.wandb_id, "checkpoint": checkpoint}
-    write_durably(launch_dir / "start.json", lambda file: file.write(json.dumps(facts, default=str).encode()))
+    write_durably(start.launch_dir / "start.json", lambda file: file.write(json.dumps(facts, default=str).encode()))
     return start
 
 
@@ -1084,31 +1092,26 @@ def new_run_dir(recipe: Recipe) -> Path:
             continue
 
 
-def write_launch_files(recipe: Recipe, run_dir: Path, attempt: int, hosts: list[str]) -> None:
+def write_launch_files(recipe: Recipe, start: Start, hosts: list[str]) -> None:
     """What is needed to tell how this start came about and to run it again: launch/attempt_<n>/ and config.yaml."""
-    launch_dir = run_dir / "launch" / f"attempt_{attempt}"
-    launch_dir.mkdir(parents=True, exist_ok=True)
-    here = Path(__file__).resolve().parent
-    environ = os.environ
+    here, launch_dir = Path(__file__).resolve().parent, start.launch_dir
     facts = {
         "command": shlex.join([sys.executable, *sys.argv]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "folder": os.getcwd(),
         "hosts": hosts,
-        "torchrun": {"run_id": environ.get("TORCHELASTIC_RUN_ID"), "agent_pid": os.getppid(),
-                     "restart": int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-                     "nodes": int(environ.get("GROUP_WORLD_SIZE", 1)), "processes": int(environ.get("WORLD_SIZE", 1))},
+        "torchrun": {**torchrun_identity(), "nodes": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+                     "processes": int(os.environ.get("WORLD_SIZE", 1))},
         "git_commit": git(here, "rev-parse", "HEAD"),
         "versions": versions(),
     }
     (launch_dir / "launch.json").write_text(json.dumps(facts, indent=2) + "\n")
-    diff = git(here, "diff", "HEAD")
-    if diff:
+    if diff := git(here, "diff", "HEAD"):
         (launch_dir / "git.diff").write_text(diff + "\n")
     for script in ("train.py", "hooks.py", "tracing.py", "trace_tools.py"):
         if (here / script).exists():
             shutil.copy(here / script, launch_dir)
-    (run_dir / "config.yaml").write_text(dump_yaml(saved_recipe(recipe, launch_dir)))
+    (start.run_dir / "config.yaml").write_text(dump_yaml(saved_recipe(recipe, launch_dir)))
 
 
 def git(folder: Path, *arguments: str) -> str | None:
@@ -1132,6 +1135,9 @@ def versions() -> dict[str, str | None]:
 # ---- train.log and the console ------------------------------------------------------------------------------------
 
 
+LOG_TIME = "%Y-%m-%d %H:%M:%S"
+
+
 class LogFile(logging.FileHandler):
     """A log file that several processes may append to, whole records at a time; a full disk never ends training."""
 
@@ -1148,9 +1154,14 @@ class RankLogFile(LogFile):
 
     def _open(self):
         own = Path(self.baseFilename)
-        with contextlib.suppress(OSError), open(own.parent / "train.log", "a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING another rank wrote a warning: see {own.name}\n")
+        add_to_train_log(own.parent, "WARNING", f"another rank wrote a warning: see {own.name}")
         return super()._open()
+
+
+def add_to_train_log(run_dir: Path, level: str, text: str) -> None:
+    """A line in rank 0's train.log from another rank."""
+    with contextlib.suppress(OSError), open(run_dir / "train.log", "a") as log:
+        log.write(f"{time.strftime(LOG_TIME)} {level:<7} {text}\n")
 
 
 class Console(logging.StreamHandler):
@@ -1182,7 +1193,7 @@ def start_logging(world: World, run_dir: Path) -> None:
         text = text.replace("%(message)s", f"rank {world.rank} on {world.host}: %(message)s")
         handlers = [RankLogFile(run_dir / f"train.rank{world.rank}.log", delay=True, encoding="utf-8")]
         handlers[0].setLevel(logging.WARNING)
-    logging.basicConfig(level=logging.INFO, handlers=handlers, format=text, datefmt="%Y-%m-%d %H:%M:%S", force=True)
+    logging.basicConfig(level=logging.INFO, handlers=handlers, format=text, datefmt=LOG_TIME, force=True)
     logging.captureWarnings(True)
 
 
@@ -1190,8 +1201,7 @@ def log_failure(world: World, run_dir: Path, text: str, error: BaseException | N
     """The last words of a run that failed: whole in this rank's log, one line in train.log whichever rank it was."""
     logger.error(text, exc_info=None if isinstance(error, RecipeError) else error)
     if world.rank != 0:
-        with contextlib.suppress(OSError), open(run_dir / "train.log", "a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR   {text}\n")
+        add_to_train_log(run_dir, "ERROR", text)
 
 
 # ---- Metrics ------------------------------------------------------------------------------------------------------
@@ -1478,7 +1488,7 @@ def open_tensorboard(run_dir: Path, purge_step: int | None) -> tuple[Callable, C
     return file.write, file.close
 
 
-def open_wandb(recipe: Recipe, run_dir: Path, config: dict, run_id: str) -> tuple[Callable, Callable]:
+def open_wandb(recipe: Recipe, start: Start, config: dict) -> tuple[Callable, Callable]:
     """A W&B run that never prompts: without a key it is offline."""
     import wandb
 
@@ -1486,16 +1496,17 @@ def open_wandb(recipe: Recipe, run_dir: Path, config: dict, run_id: str) -> tupl
     settings = wandb.Settings(console="off", disable_code=True, disable_git=True, init_timeout=120)
     if "x_transaction_log_flush_interval" in type(settings).model_fields:
         settings.x_transaction_log_flush_interval = 1.0  # seconds of metrics that a killed service takes along
-    start = partial(wandb.init, project=recipe.wandb_project, group=recipe.group, name=recipe.wandb_name or run_dir.name,
-                    id=run_id, resume="allow", dir=str(run_dir), config=as_plain(config), settings=settings)
+    init = partial(wandb.init, project=recipe.wandb_project, group=recipe.group,
+                   name=recipe.wandb_name or start.run_dir.name, id=start.wandb_id, resume="allow",
+                   dir=str(start.run_dir), config=config, settings=settings)
     mode, problem = os.environ.get("WANDB_MODE") or None, ""
     try:
         if mode is None and not wandb.login(prompt=False):
             problem = "no API key: run wandb login"
-        run = start(mode="offline" if problem else mode)
+        run = init(mode="offline" if problem else mode)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        run = start(mode="offline")
+        run = init(mode="offline")
     if problem:
         logger.warning("W&B is not to be had (%s), so this run is recorded offline. Send it later with: wandb sync %s",
                        problem, Path(run.dir).parent)
@@ -1571,10 +1582,10 @@ def build_loader(recipe: Recipe, component: dict, world: World, training: bool) 
         if world.world_size > 1 and isinstance(data.sampler, (RandomSampler, SequentialSampler)) and training:
             logger.warning("train_data is a DataLoader with a %s: every rank reads the same samples. Give it a"
                            " DistributedSampler, or let train_data be the data set", type(data.sampler).__name__)
-        data.worker_init_fn = partial(start_worker, data.worker_init_fn)
+        data.worker_init_fn = trace_worker_init(partial(start_worker, data.worker_init_fn))
         return data
     options = {"num_workers": recipe.num_workers, "pin_memory": world.device.type == "cuda",
-               "generator": torch.Generator(), "worker_init_fn": partial(start_worker, None)}
+               "generator": torch.Generator(), "worker_init_fn": trace_worker_init(partial(start_worker, None))}
     if isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=recipe.batch_size, **options)
     if training:
@@ -1951,7 +1962,7 @@ CHANGES = {
 }
 
 
-def changed_settings(saved: dict, recipe: Recipe, world_size: int) -> dict[str, str]:
+def changed_settings(saved: dict, settings: dict, world_size: int) -> dict[str, str]:
     """setting -> "old -> new", for settings that matter to the result; a moved file is no change."""
 
     def comparable(value: Any) -> Any:
@@ -1962,7 +1973,7 @@ def changed_settings(saved: dict, recipe: Recipe, world_size: int) -> dict[str, 
         return Path(value).name if isinstance(value, str) else value
 
     then = {**saved["recipe"], "world size": saved["world_size"]}
-    now = {**as_plain(recipe_to_dict(recipe)), "world size": world_size}
+    now = {**settings, "world size": world_size}
     return {key: f"{then.get(key)} -> {now[key]}" for key in CHANGES if comparable(then.get(key)) != comparable(now[key])}
 
 
@@ -2332,8 +2343,8 @@ class Trainer:
     def __init__(self, recipe: Recipe, world: World, start: Start, stopper: Stopper) -> None:
         self.recipe, self.world, self.start, self.stopper = recipe, world, start, stopper
         self.stopped = ""  # why the run ends before its time: all ranks have agreed to
-        self.run_dir, self.attempt = start.run_dir, start.attempt
-        self.tracing = recipe.structured_logging
+        self.run_dir, self.tracing = start.run_dir, recipe.structured_logging
+        self.settings = as_plain(recipe_to_dict(recipe))  # for checkpoints and W&B
         self.batches_done = 0  # micro-batches of this epoch that are in the weights
         # Steps of the last evaluation, of the last checkpoint, of the checkpoint that this start goes on from.
         self.evaluated_at = self.saved_at = self.resumed_at = -1
@@ -2385,19 +2396,13 @@ class Trainer:
         """Model, data, optimizer, hooks and writer, in an order in which nothing slow comes before a likely mistake."""
         recipe, world, state = self.recipe, self.world, self.state
         dispatcher = build_hooks(recipe, span=log_trace_span)
-        with log_trace_span("process_group", sync=True):
-            join_process_group(world, recipe)
-        hosts = world.gather(world.host, "launch_files")
-        places = world.gather((world.host, os.getppid(), os.getpid()), "peers")
-        self.stopper.peers = {rank: place[2] for rank, place in enumerate(places) if place[:2] == places[world.rank][:2]}
-        if world.rank == 0:
-            write_launch_files(recipe, self.run_dir, self.attempt, hosts)
+        self.meet()
         seed_everything(recipe.seed)  # the same weights on every rank
         self.model = state.model = build(recipe.model).to(world.device)
         saved = self.load_weights()
         self.train_loader = build_loader(recipe, recipe.train_data, world, training=True)
         self.val_loader = build_loader(recipe, recipe.val_data, world, training=False) if recipe.val_data else None
-        self.steps_per_epoch = self.count_steps()
+        self.batches_per_epoch = self.count_batches()
         if saved:
             self.restore_position(saved)
         self.total_steps = state.max_steps = self.count_total_steps()
@@ -2421,31 +2426,41 @@ class Trainer:
             trace_buffer_broadcast(self.wrapped)
         on_cuda = world.device.type == "cuda"
         self.ready_mark = ReadyMark(partial(torch.cuda.Event, enable_timing=True) if on_cuda else None)
-        self.hooks = dispatcher
-        self.metrics = MetricLog(self.open_writer(), self.attempt)
+        self.metrics = MetricLog(self.open_writer(), self.start.attempt)
         self.metrics.epoch_sums.update(saved["epoch_sums"] if saved else {})
         self.stopper.writer = self.metrics.writer
+        self.hooks = dispatcher
         seed_everything(mixed_seed(recipe.seed, world.rank))  # from here on each rank draws its own numbers
         logger.info("%s: %d parameters, %s steps, %d x %s%s, run directory %s", type(self.model).__name__,
                     sum(parameter.numel() for parameter in self.model.parameters()), self.total_steps or "?",
                     world.world_size, world.device.type, f" with {recipe.parallel}" if world.store else "", self.run_dir)
+
+    def meet(self) -> None:
+        """Join the process group; each rank learns which processes are its torchrun's, rank 0 writes launch files."""
+        recipe, world = self.recipe, self.world
+        with log_trace_span("process_group", sync=True):
+            join_process_group(world, recipe)
+        places = world.gather((world.host, os.getppid(), os.getpid()), "launch_files")
+        here = places[world.rank][:2]
+        self.stopper.peers = {rank: pid for rank, (*place, pid) in enumerate(places) if tuple(place) == here}
+        if world.rank == 0:
+            write_launch_files(recipe, self.start, [host for host, _, _ in places])
 
     def open_writer(self) -> MetricWriter | None:
         """The one writer of the job, on global rank 0."""
         if self.world.rank != 0:
             return None
         step = self.state.step
-        purge_step = None if self.attempt == 0 else step and step + 1  # step 0 has what is written before step 1
+        purge_step = None if self.start.attempt == 0 else step and step + 1  # step 0 has what is written before step 1
         tensorboard = f"TensorBoard in {self.run_dir}", partial(open_tensorboard, self.run_dir, purge_step)
         if not self.recipe.use_wandb:
             return MetricWriter(tensorboard)
-        config = recipe_to_dict(self.recipe)
         wandb_dir = self.run_dir / "wandb"
         return MetricWriter((f"W&B (what it has taken is in {wandb_dir}: wandb sync)",
-                             partial(open_wandb, self.recipe, self.run_dir, config, self.start.wandb_id)), tensorboard)
+                             partial(open_wandb, self.recipe, self.start, self.settings)), tensorboard)
 
-    def count_steps(self) -> int | None:
-        """Optimizer steps of an epoch, the same on all ranks; None when the data does not say how long it is."""
+    def count_batches(self) -> int | None:
+        """Micro-batches of an epoch that all ranks have; None when the data does not say how long it is."""
         try:
             num_batches = len(self.train_loader)
         except TypeError:
@@ -2453,16 +2468,16 @@ class Trainer:
         counts = self.world.gather(num_batches, "count_batches")
         if 0 in counts:
             raise RecipeError(f"train_data is empty on rank {counts.index(0)} (batches a rank: {counts})")
-        self.batches_per_epoch = None if min(counts) < 0 else min(counts)
-        return None if min(counts) < 0 else math.ceil(min(counts) / self.recipe.accumulate)
+        return None if min(counts) < 0 else min(counts)
 
     def count_total_steps(self) -> int | None:
         """Optimizer steps of the run; None when it goes on until data without a length end."""
         recipe = self.recipe
-        if self.steps_per_epoch is not None:
-            # From here, and not from the beginning: before a resume an epoch may have had another number of steps.
+        if self.batches_per_epoch is not None:
+            # From here, not from the beginning: before a resume an epoch may have had another number of steps.
+            steps_per_epoch = math.ceil(self.batches_per_epoch / recipe.accumulate)
             steps_of_this_epoch = math.ceil(self.batches_done / recipe.accumulate)
-            ahead = (recipe.epochs - self.state.epoch) * self.steps_per_epoch - steps_of_this_epoch
+            ahead = (recipe.epochs - self.state.epoch) * steps_per_epoch - steps_of_this_epoch
             return min(self.state.step + max(ahead, 0), recipe.max_steps or sys.maxsize)
         if recipe.max_steps is None and recipe.schedule.kind in ("cosine", "linear"):
             raise RecipeError(f"schedule.kind={recipe.schedule.kind} must know where it ends, and train_data has no"
@@ -2499,7 +2514,7 @@ class Trainer:
             self.rng = None
         self.evaluate_if_due()  # again after a stop in an evaluation
         epoch_is_over = self.batches_done == self.batches_per_epoch
-        while not self.stopped and not epoch_is_over and state.step < (self.total_steps or sys.maxsize):
+        while not (self.stopped or epoch_is_over or self.finished()):
             set_step(state.step + 1)
             with log_trace_span("step"):
                 if not self.train_step(batches):
@@ -2612,10 +2627,10 @@ class Trainer:
 
     def all_ranks_have(self, window: list) -> bool:
         """Whether there is data for another step; cuts the window to what every rank has."""
-        if self.steps_per_epoch is not None:
+        if self.batches_per_epoch is not None:
             if not window:
-                raise RuntimeError(f"train_data ended after {self.batches_done} batches on rank {self.world.rank}; its"
-                                   f" length promised {self.steps_per_epoch * self.recipe.accumulate}")
+                raise RuntimeError(f"train_data ended after {self.batches_done} batches on rank"
+                                   f" {self.world.rank}; its length promised {self.batches_per_epoch}")
             return True
         # Data without a length: ranks must agree, or the one with more would wait for ever in backward.
         del window[self.world.agree(len(window), dist.ReduceOp.MIN, "data_agreement") :]
@@ -2671,7 +2686,7 @@ class Trainer:
         found = self.call_hooks(event)
         if event.startswith("before") and self.state.step == self.resumed_at:
             return  # the start before has written it
-        if found and self.metrics is not None:
+        if found:
             self.metrics.add(self.state.step, self.state.epoch, found)
 
     # -- evaluation
@@ -2734,20 +2749,16 @@ class Trainer:
         """
         loader, last_batch = self.val_loader, None
         for batch in itertools.chain(begin_epoch(loader, 0, self.recipe.seed), itertools.repeat(None)):
-            has_batch = batch is not None
             self.stopper.mark()
-            if self.stopper.reason and not self.is_fsdp:
+            wish = 2 if self.stopper.reason else int(batch is not None)  # 2: stop, 1: go on, 0: there is no more
+            if self.is_fsdp:
+                wish = self.world.agree(wish, dist.ReduceOp.MAX, "evaluation_agreement")
+            if wish != 1:
                 return
-            wish = 2 if self.stopper.reason else int(has_batch)
-            if self.is_fsdp and self.world.agree(wish, dist.ReduceOp.MAX, "evaluation_agreement") != 1:
-                return
-            if not self.is_fsdp and not has_batch:
-                return
-            if not has_batch and last_batch is None:
+            if batch is None and last_batch is None:
                 last_batch = loader.collate_fn([loader.dataset.data[0]])
-            last_batch = batch if has_batch else last_batch
-            yield last_batch, count_samples(batch) if has_batch else 0
-
+            last_batch = last_batch if batch is None else batch
+            yield last_batch, 0 if batch is None else count_samples(batch)
 
     # -- checkpoints
 
@@ -2785,8 +2796,8 @@ class Trainer:
             saved = {
                 "step": state.step, "epoch": state.epoch, "batches_done": self.batches_done,
                 "evaluated_at": self.evaluated_at, "best": self.best, "epoch_sums": self.metrics.epoch_sums,
-                "attempt": self.attempt, "wandb_id": self.start.wandb_id,
-                "world_size": world.world_size, "recipe": as_plain(recipe_to_dict(recipe)),
+                "attempt": self.start.attempt, "wandb_id": self.start.wandb_id,
+                "world_size": world.world_size, "recipe": self.settings,
                 "model": {name: whole(value) for name, value in self.model.state_dict().items()},
                 "optimizer": optimizer_state(self.model, self.optimizer), "scaler": self.scaler.state_dict(),
                 "rng": world.gather(rng_states(world.device), "checkpoint_parts"),
@@ -2823,12 +2834,12 @@ class Trainer:
         num_samples = saved["batches_done"] * saved["recipe"]["batch_size"] * saved["world_size"]
         self.batches_done = num_samples // (recipe.batch_size * world.world_size)
         self.evaluated_at, self.saved_at, self.resumed_at = saved["evaluated_at"], saved["step"], saved["step"]
-        if saved["recipe"]["best"] == as_plain(recipe_to_dict(recipe))["best"]:
+        if saved["recipe"]["best"] == self.settings["best"]:
             self.best = saved["best"]
         if self.batches_done and world.rank < saved["world_size"]:
             self.rng = saved["rng"][world.rank]
         logger.info("going on from %s: step %d, epoch %d", self.start.checkpoint, state.step, state.epoch)
-        for name, change in changed_settings(saved, recipe, world.world_size).items() if world.rank == 0 else ():
+        for name, change in changed_settings(saved, self.settings, world.world_size).items() if world.rank == 0 else ():
             logger.warning("%s has changed since the checkpoint: %s%s", name, change,
                            f" ({CHANGES[name]})" if CHANGES[name] else "")
         if world.rank == 0 and home_of(self.start.checkpoint) == self.run_dir:
@@ -2836,18 +2847,17 @@ class Trainer:
 
     def restore_optimizer(self, saved: dict) -> None:
         """Optimizer and loss scale; settings that were changed since the checkpoint are the new ones."""
-        then, now = saved["recipe"]["optimizer"], as_plain(recipe_to_dict(self.recipe)["optimizer"])
+        then, now = saved["recipe"]["optimizer"], self.settings["optimizer"]
         if then["target"] != now["target"]:
             if self.world.rank == 0:
                 logger.warning("%s begins with an empty state: the checkpoint's is of %s", now["target"], then["target"])
             return
         fresh = [dict(group) for group in self.optimizer.param_groups]
         load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
+        changed = {key for key in then.keys() | now.keys() if then.get(key) != now.get(key)}
+        changed |= {"full_lr"} if "lr" in changed else set()
         for group, new in zip(self.optimizer.param_groups, fresh):
-            for key in then.keys() | now.keys():
-                if then.get(key) != now.get(key) and key in group:
-                    group[key] = new[key]
-                    group["full_lr"] = new["full_lr"] if key == "lr" else group["full_lr"]
+            group.update({key: new[key] for key in changed if key in group})
         if self.scaler.is_enabled() and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
