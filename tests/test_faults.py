@@ -11,8 +11,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "faults")]
 import run as suite  # noqa: E402
 import scenarios  # noqa: E402
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-SLOW = [(job, case.name) for job, (_, _, cases) in scenarios.SLOW_JOBS.items() for case in cases]
+pytestmark = pytest.mark.long
+SLOW = [(job, case.name) for job, settings in scenarios.SLOW_JOBS.items() for case in settings[2]]
 STOPS = [case for case in scenarios.STOPS + scenarios.STALLS]
 
 
