@@ -46,7 +46,7 @@ import time
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -208,69 +208,63 @@ def _check_period(hook: Any, log_frequency: int | None, default: int = 10) -> in
 # -------------------- time, log lines, gc
 
 
-class StepClock:
-    """Wall-clock seconds of optimizer steps, without evaluation and saving.
+def _log_step(state: Any, log_frequency: int) -> bool:
+    """Every log_frequency-th step, and the planned last one, so that a short run has numbers too."""
+    return state.step % log_frequency == 0 or state.step == getattr(state, "max_steps", None)
+
+
+class _StepTimer:
+    """Base of hooks that time optimizer steps by the wall clock, without evaluation and saving.
 
     It reads the host's clock only. On a GPU kernels run later than the calls that start them, so one step's
     time says little there, while the mean over the steps between two log lines is right.
     """
 
-    def __init__(self):
+    def __init__(self, log_frequency: int | None = None):
+        self.log_frequency = _check_period(self, log_frequency)
         self._last = None  # clock reading at the end of the last step
-        self._reset_window()
-        self.total_s, self.total_data_s, self.total_steps = 0.0, 0.0, 0
-
-    def _reset_window(self):
-        self.window_s, self.window_data_s, self.window_steps = 0.0, 0.0, 0
-        self.window_samples, self.window_tokens = 0, 0
-
-    def pause_ended(self, state: Any) -> None:
-        """Call when training goes on after what is no step, for loops that do not count paused_s."""
-        if self._last is None or getattr(state, "paused_s", None) is None:
-            self._last = self._now(state)
-
-    def step_ended(self, state: Any) -> None:
-        """Call in after_step, at every step."""
-        now = self._now(state)
-        if self._last is not None:
-            self.window_s += now - self._last
-            self.window_data_s += getattr(state, "data_s", None) or 0.0
-            self.window_steps += 1
-            self.window_samples += getattr(state, "num_samples", None) or 0
-            self.window_tokens += getattr(state, "num_tokens", None) or 0
-        self._last = now
-
-    def read(self) -> dict[str, float]:
-        """Means over the steps since the last read, `mean_` ones since the start; {} if there was no step."""
-        if not self.window_steps:
-            return {}
-        self.total_s += self.window_s
-        self.total_data_s += self.window_data_s
-        self.total_steps += self.window_steps
-        seconds = max(self.window_s, 1e-9)  # two readings of a coarse clock can be equal
-        found = {
-            "batch_s": self.window_s / self.window_steps, "mean_batch_s": self.total_s / self.total_steps,
-            "data_s": self.window_data_s / self.window_steps,
-            "mean_data_s": self.total_data_s / self.total_steps,
-            "steps_per_s": self.window_steps / seconds,
-            "samples_per_s": self.window_samples / seconds,
-            "tokens_per_s": self.window_tokens / seconds,
-        }
-        self._reset_window()
-        return found
+        self._window: Counter[str] = Counter()  # sums over the steps since the last reading
+        self._total: Counter[str] = Counter()  # the same since the start
 
     @staticmethod
     def _now(state: Any) -> float:
         # Time that the loop spent in evaluation and saving stops this clock.
         return time.perf_counter() - (getattr(state, "paused_s", None) or 0.0)
 
+    def before_epoch(self, state):
+        # The clock starts with the first epoch. In a loop that does not count paused_s it starts anew after
+        # each evaluation; what the loop does between that and the next epoch is no step either.
+        if self._last is None or getattr(state, "paused_s", None) is None:
+            self._last = self._now(state)
 
-def _log_step(state: Any, log_frequency: int) -> bool:
-    """Every log_frequency-th step, and the planned last one, so that a short run has numbers too."""
-    return state.step % log_frequency == 0 or state.step == getattr(state, "max_steps", None)
+    after_evaluate = before_epoch
+
+    def _end_step(self, state: Any) -> None:
+        """Call in after_step, at every step."""
+        now = self._now(state)
+        if self._last is not None:
+            self._window.update(steps=1, batch_s=now - self._last)
+            for key, name in (("data_s", "data_s"), ("samples", "num_samples"), ("tokens", "num_tokens")):
+                self._window[key] += getattr(state, name, None) or 0
+        self._last = now
+
+    def _read(self, state: Any) -> dict[str, float]:
+        """Means over the steps since the last reading, `mean_` ones since the start; {} without steps."""
+        window, self._window = self._window, Counter()
+        if not window["steps"]:
+            return {}
+        self._total.update(window)
+        seconds = max(window["batch_s"], 1e-9)  # two readings of a coarse clock can be equal
+        found = {"steps_per_s": window["steps"] / seconds}
+        for key in ("batch_s", "data_s"):
+            found[key] = window[key] / window["steps"]
+            found[f"mean_{key}"] = self._total[key] / self._total["steps"]
+        for key in ("samples", "tokens"):
+            found[f"{key}_per_s"] = window[key] * getattr(state, "world_size", 1) / seconds
+        return found
 
 
-class IterationTimer:
+class IterationTimer(_StepTimer):
     """Speed of the whole job: samples, tokens and steps per second; seconds that a step and its data take.
 
     Figures are means over the steps since the last log step; evaluation and saving are not in them. Samples
@@ -289,33 +283,21 @@ class IterationTimer:
         "speed/peak_memory_mb": "MB allocated by torch on this rank's GPU at most, since the start",
     }
 
-    def __init__(self, log_frequency: int | None = None):
-        self.log_frequency = _check_period(self, log_frequency)
-        self._clock = StepClock()
-
-    def before_epoch(self, state):
-        self._clock.pause_ended(state)
-
-    def after_evaluate(self, state):
-        self._clock.pause_ended(state)
-
     def after_step(self, state):
-        self._clock.step_ended(state)
-        speed = self._clock.read() if _log_step(state, self.log_frequency) else None
+        self._end_step(state)
+        speed = self._read(state) if _log_step(state, self.log_frequency) else None
         if not speed:
             return None
-        world_size = getattr(state, "world_size", 1)
-        found = {f"speed/{name}": speed[name] for name in ("steps_per_s", "batch_s", "data_s")}
-        for name in ("samples_per_s", "tokens_per_s"):
-            if speed[name]:
-                found[f"speed/{name}"] = speed[name] * world_size
+        names = ["steps_per_s", "batch_s", "data_s"]
+        names += [name for name in ("samples_per_s", "tokens_per_s") if speed[name]]  # what the loop counts
+        found = {f"speed/{name}": speed[name] for name in names}
         device = torch.device(getattr(state, "device", "cpu"))
         if device.type == "cuda":
             found["speed/peak_memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
         return found
 
 
-class InformationWriter:
+class InformationWriter(_StepTimer):
     """One log line a log step: step, epoch, loss and scalars, lr, data and batch time, throughput, time left.
 
         step 120/2000 | epoch 0 | loss 2.3456 | lr 3.00e-04 | data 0.001 (0.002) s | batch 0.105 (0.110) s
@@ -331,22 +313,17 @@ class InformationWriter:
     emits: dict[str, str] = {}
 
     def __init__(self, log_frequency: int | None = None):
-        self.log_frequency = _check_period(self, log_frequency)
-        self._clock = StepClock()
+        super().__init__(log_frequency)
         self._began = None  # (perf_counter, step) at the end of the first step
 
-    def before_epoch(self, state):
-        self._clock.pause_ended(state)
-
-    def after_evaluate(self, state):
-        self._clock.pause_ended(state)
-
     def after_step(self, state):
-        self._clock.step_ended(state)
+        self._end_step(state)
         now = time.perf_counter()
         self._began = self._began or (now, state.step)
         if getattr(state, "rank", 0) != 0 or not _log_step(state, self.log_frequency):
             return
+
+        # Each part is in the line when the loop has it.
         max_steps = getattr(state, "max_steps", None)
         epoch, lr, metrics = (getattr(state, name, None) for name in ("epoch", "lr", "metrics"))
         parts = [f"step {state.step}/{max_steps}" if max_steps else f"step {state.step}"]
@@ -367,15 +344,14 @@ class InformationWriter:
         logger.info(" | ".join(parts), extra={"progress": True})  # a console may show it as one live line
 
     def _speed_parts(self, state) -> list[str]:
-        speed = self._clock.read()
+        speed = self._read(state)
         if not speed:
             return []
         parts = [f"{name} {speed[name + '_s']:.3f} ({speed['mean_' + name + '_s']:.3f}) s"
                  for name in ("data", "batch")]
-        world_size = getattr(state, "world_size", 1)
-        rates = {name: speed[f"{name}_per_s"] * world_size for name in ("samples", "tokens")}
-        texts = [f"{rate:,.{0 if rate >= 100 else 2}f} {name}/s" for name, rate in rates.items() if rate]
-        return [*parts, " ".join(texts)] if texts else parts
+        rates = ((name, speed[f"{name}_per_s"]) for name in ("samples", "tokens"))
+        rates = " ".join(f"{rate:,.{0 if rate >= 100 else 2}f} {name}/s" for name, rate in rates if rate)
+        return [*parts, rates] if rates else parts
 
 
 def _clock_text(seconds: float) -> str:
@@ -469,6 +445,21 @@ def _match(patterns: Any, names: list[str]) -> tuple[list[str], list[str]]:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _all_gather(numbers: list, dtype: torch.dtype, device: torch.device) -> list:
+    """The numbers of every rank, as lists: one collective and, with nccl, a device sync."""
+    mine = torch.tensor(numbers, dtype=dtype, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(_world_size())]
+    dist.all_gather(gathered, mine)
+    return torch.stack(gathered).tolist()
+
+
+def _all_reduce(parts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The sums of these tensors over the ranks, each in its shape, on device: one collective for all."""
+    packed = torch.cat([part.flatten().to(device) for part in parts])
+    dist.all_reduce(packed)
+    return [total.view_as(part) for total, part in zip(packed.split([p.numel() for p in parts]), parts)]
 
 
 def _exchange_device(*devices: Any) -> torch.device:
@@ -766,11 +757,15 @@ def _join_shards(norms: torch.Tensor, norm_type: float, mesh: Any, dims: tuple, 
 class _OutputMonitor:
     """Base of hooks that watch outputs of modules: finds them by pattern, listens to them on log steps only.
 
+    A subclass says how outputs are accumulated over the forwards of a step (`_accumulate`), joined over the
+    ranks (`_join_ranks`) and made into numbers (`_statistics`).
+
     The forward hooks are there from start to end and return at once on other steps, so that torch.compile,
     which looks at them when it traces, sees them; recomputation by activation checkpointing is not counted
     twice.
     """
 
+    prefix = ""  # of the metrics
     default_modules: tuple[str, ...] = ()
     channel_dim = -1
 
@@ -784,11 +779,12 @@ class _OutputMonitor:
                              f" modules, as ['student.backbone', '**.head']")
         self.modules = modules
         self._span = span or _no_span
-        self._listening = False
         self._handles: list = []
-        self._names: list[str] = []
-        self._compiled: list = []  # (name, output) from compiled code, looked at after it has run
-        self._silent: set[str] = set()
+        self._names: list[str] = []  # of the watched modules
+        self._listening = False
+        self._compiled: list[tuple] = []  # (name, output) from compiled code, looked at after it has run
+        self._seen: dict[str, Any] = {}  # name -> what was accumulated since the last log step
+        self._silent: set[str] = set()  # modules without an output, warned of once
 
     def before_train(self, state):
         self.after_train(state)  # a second start, as in a notebook, must not listen twice
@@ -806,7 +802,29 @@ class _OutputMonitor:
         self._handles = [candidates[name].register_forward_hook(self._listener(name)) for name in self._names]
 
     def before_step(self, state):
+        self._observe_compiled()  # the last micro-batch's, before this one's can take its memory
         self._listening = state.step % self.log_frequency == 0
+
+    def _listener(self, name: str) -> Callable:
+        def listen(module, arguments, output):
+            if not self._listening:
+                return
+            if torch.compiler.is_compiling():
+                # Only what the compiler can trace; the rest waits until compiled code has run.
+                self._compiled.append((name, _features(output)))
+            elif torch._C._current_graph_task_id() == -1:  # not inside backward, where checkpoints run again
+                self._observe(name, _features(output))
+        return listen
+
+    def _observe(self, name: str, features: torch.Tensor | None) -> None:
+        with torch.no_grad():
+            rows = _rows(name, features, self.channel_dim)
+            self._seen[name] = self._accumulate(self._seen.get(name), rows)
+
+    def _observe_compiled(self) -> None:
+        compiled, self._compiled = self._compiled, []
+        for name, features in compiled:
+            self._observe(name, features)
 
     def after_backward(self, state):
         self._listening = False
@@ -816,58 +834,39 @@ class _OutputMonitor:
         if state.step % self.log_frequency or not self._names:
             return None
         self._observe_compiled()
-        silent = [name for name in self._names if not self._has_seen(name)]
-        for name in [name for name in silent if name not in self._silent]:
-            logger.warning("%s: module %r gave no output at step %d", type(self).__name__, name, state.step)
-        self._silent.update(silent)
+        seen, self._seen = self._seen, {}
+        for name in self._names:
+            if name not in seen and name not in self._silent:
+                self._silent.add(name)
+                logger.warning("%s: module %r gave no output at step %d", type(self).__name__, name,
+                               state.step)
+        found = {}
         with torch.no_grad():
-            return self._summarize(state)
+            if _world_size() > 1:
+                device = _exchange_device(getattr(state, "device", "cpu"))
+                with self._span(f"{type(self).__name__}.exchange", sync=True) as span:
+                    span.ready()
+                    seen = self._join_ranks(seen, device)
+            for name, accumulated in seen.items():
+                numbers = self._statistics(accumulated)
+                found.update((f"{self.prefix}/{name or '(root)'}/{part}", numbers[part]) for part in numbers)
+        return found
 
     def after_train(self, state):
         for handle in self._handles:
             handle.remove()
         self._handles, self._names, self._listening = [], [], False
+        self._compiled, self._seen = [], {}
 
-    def _listener(self, name: str) -> Callable:
-        def listen(module, arguments, output):
-            if not self._listening:
-                return
-            if torch.compiler.is_compiling():
-                self._compiled.append((name, _features(output)))
-            elif torch._C._current_graph_task_id() == -1:  # not inside backward, where checkpoints run again
-                self._observe_compiled()
-                with torch.no_grad():
-                    self._observe(name, _rows(name, _features(output), self.channel_dim))
-        return listen
-
-    def _observe_compiled(self) -> None:
-        compiled, self._compiled = self._compiled, []
-        with torch.no_grad():
-            for name, output in compiled:
-                self._observe(name, _rows(name, output, self.channel_dim))
-
-    def _exchange_sizes(self, sizes: list[tuple[int, int]], state) -> list[tuple[int, int]]:
-        """For each module the rows on all ranks and the width, which a rank without output learns here."""
-        device = _exchange_device(getattr(state, "device", "cpu"))
-        mine = torch.tensor(sizes, dtype=torch.int64, device=device)
-        gathered = [torch.empty_like(mine) for _ in range(_world_size())]
-        dist.all_gather(gathered, mine)
+    def _gather_sizes(self, sizes: list[tuple[int, int]], device: torch.device) -> list[tuple[int, int]]:
+        """For each module the tokens on all ranks and the width, which a rank without output learns here."""
         together = []
-        for name, of_ranks in zip(self._names, zip(*(table.tolist() for table in gathered))):  # device sync
+        for name, of_ranks in zip(self._names, zip(*_all_gather(sizes, torch.int64, device))):
             widths = {width for _, width in of_ranks if width}
             if len(widths) > 1:
                 raise ValueError(f"module {name!r} has outputs of different width on the ranks: {widths}")
-            together.append((sum(rows for rows, _ in of_ranks), max(widths, default=0)))
+            together.append((sum(num_tokens for num_tokens, _ in of_ranks), max(widths, default=0)))
         return together
-
-    def _has_seen(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def _observe(self, name: str, rows: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def _summarize(self, state) -> dict:
-        raise NotImplementedError
 
 
 def _features(output: Any) -> torch.Tensor | None:
@@ -912,6 +911,7 @@ class FeatureStdMonitor(_OutputMonitor):
              "feature_std/<module>/channel_min": "std", "feature_std/<module>/channel_max": "std",
              "feature_std/<module>/effective_rank": "directions, 0 to C",
              "feature_std/<module>/channels/<i>": "std, with track_channels"}
+    prefix = "feature_std"
     default_modules = ("**student.backbone", "**student_backbone", "**teacher.backbone", "**teacher_backbone")
     max_channels = 256
 
@@ -921,93 +921,79 @@ class FeatureStdMonitor(_OutputMonitor):
         self.track_channels = track_channels
         self.channel_dim = channel_dim
         self.effective_rank = effective_rank
-        # name -> (tokens, mean (C,), scatter around it (C, C), or only its diagonal (C,))
-        self._moments: dict[str, tuple] = {}
 
-    def _has_seen(self, name):
-        return name in self._moments
-
-    def _observe(self, name, rows):
-        wide = torch.float32 if rows.device.type == "mps" else torch.float64
+    def _accumulate(self, before, rows):
+        wide = _wide(rows.device)
         # Blocks of at most 32 MB, however many tokens there are.
         for block in rows.split(max(1, 2**22 // max(rows.shape[1], 1))):
             block = block.to(wide)
-            if not len(block):
-                found = (0, rows.new_zeros(rows.shape[1], dtype=wide), self._scatter(block))
-            else:
+            if len(block):
                 # From the first token on, so that a constant has a scatter of exactly 0 in any precision.
                 shifted = block - block[0]
                 mean = shifted.mean(0)
-                found = (len(block), block[0] + mean, self._scatter(shifted - mean))
-            before = self._moments.get(name)
-            self._moments[name] = found if before is None else _merge_moments(before, found)
+                found = _Moments(len(block), block[0] + mean, self._scatter(shifted - mean))
+            else:
+                found = self._no_moments(rows.shape[1], wide, rows.device)
+            before = found if before is None else before.merge(found)
+        return before
 
     def _scatter(self, centred: torch.Tensor) -> torch.Tensor:
         return centred.T @ centred if self.effective_rank else centred.square().sum(0)
 
-    def _summarize(self, state):
-        moments, self._moments = self._moments, {}
-        if _world_size() > 1:
-            moments = self._join_ranks(moments, state)
-        found = {}
-        for name, (num_tokens, mean, scatter) in moments.items():
-            if num_tokens:
-                found.update(self._statistics(f"feature_std/{name or '(root)'}", num_tokens, mean, scatter))
-        return found
+    def _no_moments(self, width: int, dtype: torch.dtype, device: torch.device) -> "_Moments":
+        nothing = torch.zeros(0, width, dtype=dtype, device=device)
+        return _Moments(0, nothing.sum(0), self._scatter(nothing))
 
-    def _join_ranks(self, moments: dict, state) -> dict:
-        """Moments over the tokens of all ranks: the mean first, then every rank's scatter around it."""
-        with self._span("FeatureStdMonitor.exchange", sync=True) as span:
-            span.ready()
-            local = [moments.get(name) for name in self._names]
-            sizes = self._exchange_sizes([(m[0], len(m[1])) if m else (0, 0) for m in local], state)
-            device = _exchange_device(getattr(state, "device", "cpu"))
-            wide = torch.float64
-            sums = [m[0] * m[1].to(device) if m else torch.zeros(width, dtype=wide, device=device)
-                    for m, (_, width) in zip(local, sizes)]
-            packed = torch.cat(sums)
-            dist.all_reduce(packed)
-            parts = packed.split([width for _, width in sizes])
-            means = [part / max(rows, 1) for part, (rows, _) in zip(parts, sizes)]
-            scatters = []
-            for m, mean, (_, width) in zip(local, means, sizes):
-                shape = (width, width) if self.effective_rank else (width,)
-                nothing = torch.zeros(shape, dtype=wide, device=device)
-                scatters.append(_shift_scatter(m, mean).to(device) if m else nothing)
-            packed = torch.cat([scatter.flatten() for scatter in scatters])
-            dist.all_reduce(packed)
-            parts = packed.split([scatter.numel() for scatter in scatters])
-        return {name: (rows, mean, part.view_as(scatter)) for name, (rows, _), mean, part, scatter
-                in zip(self._names, sizes, means, parts, scatters)}
+    def _join_ranks(self, seen, device):
+        """Over the tokens of all ranks: the mean first, then every rank's scatter around it."""
+        local = [seen.get(name) for name in self._names]
+        sizes = self._gather_sizes([(m.num_tokens, len(m.mean)) if m else (0, 0) for m in local], device)
+        local = [m or self._no_moments(width, torch.float64, device) for m, (_, width) in zip(local, sizes)]
+        sums = _all_reduce([m.num_tokens * m.mean for m in local], device)
+        means = [total / max(num_tokens, 1) for total, (num_tokens, _) in zip(sums, sizes)]
+        scatters = _all_reduce([m.scatter_around(mean) for m, mean in zip(local, means)], device)
+        return {name: _Moments(num_tokens, mean, scatter) for name, (num_tokens, _), mean, scatter
+                in zip(self._names, sizes, means, scatters)}
 
-    def _statistics(self, prefix: str, num_tokens: int, mean: torch.Tensor, scatter: torch.Tensor) -> dict:
-        # (C,): sums of squares around the mean
-        squares = scatter.diagonal() if self.effective_rank else scatter
+    def _statistics(self, moments):
+        num_tokens, mean, scatter = moments
+        if not num_tokens:
+            return {}
+        squares = scatter.diagonal() if self.effective_rank else scatter  # (C,), around the channels' means
         std = (squares / num_tokens).sqrt()
-        spread = num_tokens * (mean - mean[0] - (mean - mean[0]).mean()).square().sum()
+        # All values together: the channels' own spread, and that of their means; from the first channel's on,
+        # so that channels which are alike have none.
+        offsets = mean - mean[0]
+        spread = num_tokens * (offsets - offsets.mean()).square().sum()
         found = {"global": ((squares.sum() + spread) / (num_tokens * len(mean))).sqrt(),
                  "channel_mean": std.mean(), "channel_min": std.min(), "channel_max": std.max()}
         if self.effective_rank:
             found["effective_rank"] = _effective_rank(scatter)
         if self.track_channels:
             found.update((f"channels/{i}", value) for i, value in enumerate(std[:self.max_channels].unbind()))
-        return {f"{prefix}/{part}": value for part, value in found.items()}
+        return found
 
 
-def _merge_moments(first: tuple, second: tuple) -> tuple:
-    """Moments of two sets together (Chan, Golub and LeVeque, 1983: no difference of large sums)."""
-    num_tokens = first[0] + second[0]
-    if not num_tokens:
-        return first
-    mean = first[1] + (second[1] - first[1]) * (second[0] / num_tokens)
-    return num_tokens, mean, _shift_scatter(first, mean) + _shift_scatter(second, mean)
+class _Moments(NamedTuple):
+    """First and second moments of a set of tokens; sets join without a difference of large sums."""
 
+    num_tokens: int
+    mean: torch.Tensor  # (C,)
+    scatter: torch.Tensor  # sum of outer products around the mean (C, C), or only its diagonal (C,)
 
-def _shift_scatter(moments: tuple, centre: torch.Tensor) -> torch.Tensor:
-    """Scatter around another point than the mean."""
-    num_tokens, mean, scatter = moments
-    offset = mean - centre.to(mean.device)
-    return scatter + num_tokens * (torch.outer(offset, offset) if scatter.dim() == 2 else offset.square())
+    def merge(self, other: "_Moments") -> "_Moments":
+        """Moments of both sets together (Chan, Golub and LeVeque, 1983)."""
+        num_tokens = self.num_tokens + other.num_tokens
+        if not num_tokens:
+            return self
+        mean = self.mean + (other.mean - self.mean) * (other.num_tokens / num_tokens)
+        return _Moments(num_tokens, mean, self.scatter_around(mean) + other.scatter_around(mean))
+
+    def scatter_around(self, centre: torch.Tensor) -> torch.Tensor:
+        """Scatter around another point than the mean."""
+        offset = self.mean - centre.to(self.mean.device)
+        square = torch.outer(offset, offset) if self.scatter.dim() == 2 else offset.square()
+        return self.scatter + self.num_tokens * square
 
 
 def _effective_rank(scatter: torch.Tensor) -> torch.Tensor:
@@ -1036,48 +1022,34 @@ class PrototypeUsageLogger(_OutputMonitor):
     emits = {"prototypes/<module>/used": "prototypes", "prototypes/<module>/unused_percent": "per cent",
              "prototypes/<module>/tokens_per_used": "tokens", "prototypes/<module>/entropy": "nats",
              "prototypes/<module>/perplexity": "prototypes"}
+    prefix = "prototypes"
     default_modules = ("**student.*head", "**student_*head", "**teacher.*head", "**teacher_*head")
 
     def __init__(self, log_frequency: int = 10, modules: Any = None, span: Callable | None = None):
         super().__init__(log_frequency, modules, span)
-        self._counts: dict[str, torch.Tensor] = {}  # name -> tokens of each prototype, (K,) int64
 
-    def _has_seen(self, name):
-        return name in self._counts
-
-    def _observe(self, name, rows):
-        counts = self._counts.get(name)
+    def _accumulate(self, before, rows):
+        """Tokens of each prototype, (K,) int64."""
+        counts = before
         if counts is None:
-            counts = self._counts[name] = torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
+            counts = torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
         if rows.numel():
             counts.scatter_add_(0, rows.argmax(1), (~rows.isnan().any(1)).to(torch.int64))
+        return counts
 
-    def _summarize(self, state):
-        counts, self._counts = self._counts, {}
-        if _world_size() > 1:
-            counts = self._join_ranks(counts, state)
-        found = {}
-        for name, of_prototypes in counts.items():
-            wide = torch.float32 if of_prototypes.device.type == "mps" else torch.float64
-            total, used = of_prototypes.sum().to(wide), (of_prototypes > 0).sum().to(wide)
-            shares = of_prototypes / total
-            entropy = torch.special.entr(shares).sum()
-            found.update({f"prototypes/{name or '(root)'}/{part}": value for part, value in {
-                "used": used, "unused_percent": 100 - 100 * used / len(of_prototypes),
-                "tokens_per_used": total / used, "entropy": entropy, "perplexity": entropy.exp()}.items()})
-        return found
+    def _join_ranks(self, seen, device):
+        local = [seen.get(name) for name in self._names]
+        sizes = self._gather_sizes([(0, 0 if counts is None else len(counts)) for counts in local], device)
+        local = [torch.zeros(width, dtype=torch.int64, device=device) if counts is None else counts
+                 for counts, (_, width) in zip(local, sizes)]
+        return {name: counts for name, counts in zip(self._names, _all_reduce(local, device)) if len(counts)}
 
-    def _join_ranks(self, counts: dict, state) -> dict:
-        with self._span("PrototypeUsageLogger.exchange", sync=True) as span:
-            span.ready()
-            local = [counts.get(name) for name in self._names]
-            sizes = self._exchange_sizes([(0, len(c)) if c is not None else (0, 0) for c in local], state)
-            widths = [width for _, width in sizes]
-            device = _exchange_device(getattr(state, "device", "cpu"))
-            nothing = [torch.zeros(width, dtype=torch.int64, device=device) for width in widths]
-            packed = torch.cat([zeros if c is None else c.to(device) for c, zeros in zip(local, nothing)])
-            dist.all_reduce(packed)
-        return {name: part for name, part in zip(self._names, packed.split(widths)) if len(part)}
+    def _statistics(self, counts):
+        wide = _wide(counts.device)
+        total, used = counts.sum().to(wide), (counts > 0).sum().to(wide)
+        entropy = torch.special.entr(counts / total).sum()
+        return {"used": used, "unused_percent": 100 - 100 * used / len(counts),
+                "tokens_per_used": total / used, "entropy": entropy, "perplexity": entropy.exp()}
 
 
 class LogitEntropyLogger:
@@ -1265,14 +1237,10 @@ class ResourceUtilizationLogger:
         """Every rank's figures, by one all-gather; NaN stands for absent on the way."""
         names = [f"{kind}/{name}" for kind, group in (("host", self._host), ("gpu", (*self._gpu, "id")),
                                                       ("process", self._process)) for name in group]
+        values = [mine.get(name, math.nan) for name in names]
         with self._span("ResourceUtilizationLogger.gather", sync=True) as span:
-            device = _exchange_device("cpu", self._device)
-            values = [mine.get(name, math.nan) for name in names]
-            vector = torch.tensor(values, dtype=torch.float64, device=device)
-            gathered = [torch.empty_like(vector) for _ in range(_world_size())]
             span.ready()
-            dist.all_gather(gathered, vector)
-            rows = torch.stack(gathered).tolist()  # with nccl a device sync
+            rows = _all_gather(values, torch.float64, _exchange_device("cpu", self._device))
         return [{name: value for name, value in zip(names, row) if value == value} for row in rows]
 
     def _figures(self, table: list[dict]) -> dict[str, float]:
