@@ -1,4 +1,32 @@
-"""Train a PyTorch model from a YAML recipe, under torchrun or alone."""
+"""Train a PyTorch model from a YAML recipe, under torchrun or alone.
+
+    python train.py recipes/gpt.yaml                                   # one process
+    python train.py recipes/gpt.yaml optimizer.lr=3e-4 --dry-run       # print the resolved recipe and stop
+    torchrun --nproc_per_node 2 train.py recipes/gpt.yaml run=first    # NCCL with GPUs, gloo without
+    torchrun --nproc_per_node 2 train.py recipes/gpt.yaml resume=exp/gpt/first max_steps=400
+    tail exp/gpt/first/train.log
+
+Everything that a run leaves is in exp/<group>/<run>: train.log, config.yaml, launch/, checkpoints/, metrics
+for TensorBoard or W&B and, with structured_logging.enabled=True, the traces that trace_tools.py reads.
+
+Not here: tensor, pipeline and expert parallelism, sharded checkpoints (rank 0 writes one file, so the model
+must fit into a host's memory), downloads, sweeps.
+
+Contents, in the order of a run:
+
+    Recipe           defaults, base recipes and key=value become typed settings
+    Components       the user's classes and their keywords, checked before anything is built
+    World            rank, device, process group, seeds
+    Run directory    a new one, or where to go on; the launch files
+    Logs             train.log and the console
+    Metrics          from the device to TensorBoard or W&B, without waiting for either
+    Building         data, optimizer, schedule, parallel model, hooks
+    Checkpoints      files that are whole, and what is in them
+    Stopping         signals, failures of other ranks, the agreement on the last step
+    Tracing          what of backward is a rank's own work, and what is waiting
+    Training         the loop: data, to device, forward, backward, hooks, clip, optimizer, log, evaluate, save
+    The story        main
+"""
 
 from __future__ import annotations
 
@@ -44,15 +72,15 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace, UnionType
-from typing import (Annotated, Any, Callable, Iterator, Literal, Mapping, NamedTuple, NoReturn, Optional, Union,
-                    get_args, get_origin, get_type_hints)
+from typing import (Annotated, Any, Callable, Iterator, Literal, Mapping, NamedTuple, NoReturn, Optional,
+                    Union, get_args, get_origin, get_type_hints)
 
 import yaml
 
 logger = logging.getLogger("rankscope")
 
 
-# ---- Recipe: defaults < base recipe < recipe < command line ------------------------------------------------------
+# ---- Recipe: defaults < base recipe < recipe < command line ------------------------------------------------
 
 USAGE = "usage: train.py RECIPE.yaml [key=value ...] [--dry-run] [--help]"
 
@@ -599,7 +627,7 @@ def recipe_to_dict(recipe: Recipe) -> dict:
     return {**asdict(recipe), "hooks": {**dropped, **recipe.hooks}}
 
 
-# ---- Components: a class of the user's and its keyword arguments --------------------------------------------------
+# ---- Components: a class of the user's and its keyword arguments -------------------------------------------
 
 COMPONENTS = ("model", "train_data", "val_data", "optimizer")
 PATH_KEYWORD = re.compile(r".*(path|file|dir|folder|root)s?")  # keywords whose text may name a file or folder
@@ -865,15 +893,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler,
-                              SequentialSampler, get_worker_info)
+from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
+                              Sampler, SequentialSampler, get_worker_info)
 
 import hooks
-from tracing import (close_structured_logger, init_structured_logger, log_trace_instant, log_trace_scalar, log_trace_span,
-                     set_step, trace_worker_init)
+from tracing import (close_structured_logger, init_structured_logger, log_trace_instant, log_trace_scalar,
+                     log_trace_span, set_step, trace_worker_init)
 
 
-# ---- World: this process among all others ------------------------------------------------------------------------
+# ---- World: this process among all others ------------------------------------------------------------------
 
 
 @dataclass
@@ -908,7 +936,7 @@ class World:
         return answer[1:]
 
     def agree(self, value: int, op: Any, name: str) -> int:
-        """The smallest (dist.ReduceOp.MIN) or largest (MAX) value of all ranks, on every rank; the device is not used."""
+        """The smallest (dist.ReduceOp.MIN) or largest (MAX) value of all ranks, on every rank."""
         if self.world_size == 1:
             return value
         number = torch.tensor(value)
@@ -927,15 +955,15 @@ class World:
 
 
 def find_world() -> World:
-    """This process's place from torchrun's variables; without them it is alone. No CUDA call, no communication."""
+    """This process's place by torchrun's variables; alone without them. No CUDA call, no communication."""
     names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE",
              "local_world_size": "LOCAL_WORLD_SIZE"}
     world = World(**{name: int(os.environ[key]) for name, key in names.items() if key in os.environ})
     num_gpus = torch.cuda.device_count()  # counted by NVML, without initialising CUDA
     if num_gpus and world.local_world_size > num_gpus:
-        raise RecipeError(f"{world.local_world_size} processes on {world.host}, which has {num_gpus} GPUs: start at most"
-                          f" one process per GPU (torchrun --nproc_per_node {num_gpus}), or hide the GPUs to train on"
-                          f" the CPU (CUDA_VISIBLE_DEVICES= torchrun ...)")
+        raise RecipeError(f"{world.local_world_size} processes on {world.host}, which has {num_gpus} GPUs:"
+                          f" start at most one process per GPU (torchrun --nproc_per_node {num_gpus}), or"
+                          f" hide the GPUs to train on the CPU (CUDA_VISIBLE_DEVICES= torchrun ...)")
     if num_gpus:
         world.device = torch.device("cuda", world.local_rank)
     return world
@@ -960,8 +988,9 @@ def join_process_group(world: World, recipe: Recipe) -> None:
     if world.store is None:
         return
     timeout = timedelta(seconds=recipe.pg_timeout_s)
-    dist.init_process_group("nccl" if on_cuda else "gloo", store=world.store, rank=world.rank, timeout=timeout,
-                            world_size=world.world_size, device_id=world.device if on_cuda else None)
+    dist.init_process_group("nccl" if on_cuda else "gloo", store=world.store, rank=world.rank,
+                            world_size=world.world_size, timeout=timeout,
+                            device_id=world.device if on_cuda else None)
     world.hosts = dist.new_group(backend="gloo", timeout=timeout)
 
 
@@ -977,7 +1006,7 @@ def mixed_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-# ---- Run directory ------------------------------------------------------------------------------------------------
+# ---- Run directory -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -1001,12 +1030,13 @@ class Start:
     @classmethod
     def from_json(cls, text: str) -> Start:
         told = json.loads(text)
-        told["run_dir"], told["checkpoint"] = Path(told["run_dir"]), told["checkpoint"] and Path(told["checkpoint"])
+        told["run_dir"] = Path(told["run_dir"])
+        told["checkpoint"] = told["checkpoint"] and Path(told["checkpoint"])
         return cls(**told)
 
 
 def choose_start(recipe: Recipe) -> Start:
-    """A restart by torchrun goes on in its run directory by itself, resume= where it says, anything else in a new one.
+    """A restart by torchrun goes on in its run directory, resume= where it says, anything else in a new one.
 
     Rank 0 alone, before there is a process group.
     """
@@ -1017,8 +1047,8 @@ def choose_start(recipe: Recipe) -> Start:
     if checkpoint is None and recipe.resume:
         checkpoint = find_checkpoint(recipe.resume, "resume", warnings.append)
         if problem := damage(checkpoint):
-            raise RecipeError(f"resume={checkpoint} is damaged ({problem}). The name of its run directory in place of"
-                              f" the file's takes the newest checkpoint that is whole")
+            raise RecipeError(f"resume={checkpoint} is damaged ({problem}). The name of its run directory in"
+                              f" place of the file's takes the newest checkpoint that is whole")
     if checkpoint is None and recipe.weights:
         find_checkpoint(recipe.weights, "weights", warnings.append)  # a path that is not there stops at once
     if run_dir is None:
@@ -1033,16 +1063,17 @@ def choose_start(recipe: Recipe) -> Start:
     while start.launch_dir.exists():
         start.attempt += 1
     start.launch_dir.mkdir(parents=True)
-    facts = {**torchrun_identity(), "attempt": start.attempt, "wandb_id": start.wandb_id, "checkpoint": checkpoint}
-    write_durably(start.launch_dir / "start.json", lambda file: file.write(json.dumps(facts, default=str).encode()))
+    facts = {**torchrun_identity(), "attempt": start.attempt, "wandb_id": start.wandb_id,
+             "checkpoint": checkpoint}
+    text = json.dumps(facts, default=str).encode()
+    write_durably(start.launch_dir / "start.json", lambda file: file.write(text))
     return start
 
 
 def home_of(checkpoint: Path | None) -> Path | None:
     """The run directory in which a checkpoint lies; None for one that was copied elsewhere."""
-    if checkpoint is None or checkpoint.parent.name != "checkpoints" or not (checkpoint.parents[1] / "launch").is_dir():
-        return None
-    return checkpoint.parents[1]
+    is_in_place = checkpoint is not None and checkpoint.parent.name == "checkpoints"
+    return checkpoint.parents[1] if is_in_place and (checkpoint.parents[1] / "launch").is_dir() else None
 
 
 def torchrun_identity() -> dict[str, Any]:
@@ -1053,7 +1084,7 @@ def torchrun_identity() -> dict[str, Any]:
 
 
 def run_before_restart(recipe: Recipe) -> Path | None:
-    """The run directory that this torchrun wrote into before it restarted its processes; None at a first start."""
+    """The run directory that this torchrun wrote into before its restart; None at a first start."""
     me = torchrun_identity()
     if me["restart"] == 0:
         return None
@@ -1063,7 +1094,7 @@ def run_before_restart(recipe: Recipe) -> Path | None:
     found = {path for folder in folders for path in folder.glob("*/launch/attempt_*/start.json")}
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
         told = json.loads(path.read_text())
-        # Rank 0 may come back under another node's torchrun. Ids are given again, but not while a job has them.
+        # Rank 0 may come back under another node's torchrun. No two jobs have an id at the same time.
         is_here = told["host"] == me["host"]
         is_own = is_here and told["agent_pid"] == me["agent_pid"]
         is_other_node = me["run_id"] != "none" and not (is_here and not is_alive(told["agent_pid"]))
@@ -1078,22 +1109,22 @@ def new_run_dir(recipe: Recipe) -> Path:
     if recipe.run:
         run_dir = parent / recipe.run
         if run_dir.exists() and any(run_dir.iterdir()):
-            raise RecipeError(f"run={recipe.run}: {run_dir} was used before; a fresh start never writes into it. Give"
-                              f" another run=, or go on with it: resume={run_dir}")
+            raise RecipeError(f"run={recipe.run}: {run_dir} was used before; a fresh start never writes into"
+                              f" it. Give another run=, or go on with it: resume={run_dir}")
         run_dir.mkdir(parents=True, exist_ok=True)
         return run_dir.absolute()
     start = time.strftime("%Y%m%d-%H%M%S")
     for attempt in itertools.count(1):
         run_dir = parent / (start if attempt == 1 else f"{start}-{attempt}")
         try:
-            run_dir.mkdir(parents=True)  # atomic: of two jobs that start in the same second one takes the next name
+            run_dir.mkdir(parents=True)  # atomic: of two jobs of the same second one takes the next name
             return run_dir.absolute()
         except FileExistsError:
             continue
 
 
 def write_launch_files(recipe: Recipe, start: Start, hosts: list[str]) -> None:
-    """What is needed to tell how this start came about and to run it again: launch/attempt_<n>/ and config.yaml."""
+    """What tells how this start came about and runs it again: launch/attempt_<n>/ and config.yaml."""
     here, launch_dir = Path(__file__).resolve().parent, start.launch_dir
     facts = {
         "command": shlex.join([sys.executable, *sys.argv]),
@@ -1132,21 +1163,22 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-# ---- train.log and the console ------------------------------------------------------------------------------------
+# ---- Logs: train.log and the console -----------------------------------------------------------------------
 
 
 LOG_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class LogFile(logging.FileHandler):
-    """A log file that several processes may append to, whole records at a time; a full disk never ends training."""
+    """A file that several processes append to, whole records at a time; a full disk never ends training."""
 
     failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self.failed:
             self.failed = True
-            print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}); training goes on", file=sys.stderr)
+            problem = f"{self.baseFilename} cannot be written ({sys.exc_info()[1]})"
+            print(f"{problem}; training goes on", file=sys.stderr)
 
 
 class RankLogFile(LogFile):
@@ -1198,25 +1230,26 @@ def start_logging(world: World, run_dir: Path) -> None:
 
 
 def log_failure(world: World, run_dir: Path, text: str, error: BaseException | None) -> None:
-    """The last words of a run that failed: whole in this rank's log, one line in train.log whichever rank it was."""
+    """The last words of a run that failed: whole in this rank's log, one line in train.log from any rank."""
     logger.error(text, exc_info=None if isinstance(error, RecipeError) else error)
     if world.rank != 0:
         add_to_train_log(run_dir, "ERROR", text)
 
 
-# ---- Metrics ------------------------------------------------------------------------------------------------------
+# ---- Metrics -----------------------------------------------------------------------------------------------
 
 
 class MetricLog:
     """Numbers on their way from the device to the writer, without a device synchronisation on ordinary steps.
 
-    A step's values are copied to pinned memory and written when the copy's event says that they have arrived, in
-    order. It also keeps the sums for the epoch means train/*, and warns once about each value that is not finite.
+    A step's values are copied to pinned memory and written when the copy's event says that they have arrived,
+    in order. It also keeps the sums for the epoch means train/*, and warns once about each value that is not
+    finite.
     """
 
     def __init__(self, writer: MetricWriter | None, attempt: int) -> None:
         self.writer, self.attempt = writer, attempt
-        self.waiting: collections.deque = collections.deque()  # (step, epoch, keys, host tensor, event, numbers)
+        self.waiting: collections.deque = collections.deque()  # (step, epoch, keys, tensor, event, numbers)
         self.epoch_sums: dict[str, list[float]] = {}  # key: sum, count
         self.not_finite: set[str] = set()
         self.bad_loss: tuple[int, float] | None = None  # step and value of the first loss that was no number
@@ -1274,20 +1307,21 @@ class MetricLog:
     def end_epoch(self, step: int, epoch: int) -> dict[str, float]:
         """Write and return train/*: the means over the epoch of what was logged as train_batch/*."""
         self.write_arrived(wait=True)
-        means = {f"train/{key.split('/', 1)[1]}": total / count for key, (total, count) in self.epoch_sums.items()}
+        means = {"train/" + key.removeprefix("train_batch/"): total / count
+                 for key, (total, count) in self.epoch_sums.items()}
         if means:
             self._write(step, epoch, means)
         return means
 
 
 class MetricPlace(threading.Thread):
-    """A place that metrics are written to, by a thread of its own: whatever happens there, the training goes on."""
+    """A place that metrics go to, by a thread of its own: whatever happens there, the training goes on."""
 
     def __init__(self, label: str, open_place: Callable, writes: list[tuple]) -> None:
         """open_place() returns write(step, values) and close(failed). writes: the first (step, values)."""
         super().__init__(name="metric writer", daemon=True)
         self.label, self.open_place = label, open_place
-        self.waiting: queue.SimpleQueue = queue.SimpleQueue()  # (step, values); at the end whether the run has failed
+        self.waiting: queue.SimpleQueue = queue.SimpleQueue()  # (step, values), then has the run failed
         self.recent: collections.deque = collections.deque(maxlen=MetricWriter.num_recent)
         self.busy_since = time.monotonic()  # infinity while there is nothing to do
         self.error: BaseException | None = None
@@ -1320,7 +1354,7 @@ class MetricPlace(threading.Thread):
         return f"has not answered for {busy_s:.0f} s" if busy_s > patience_s else ""
 
     def leave(self) -> list[tuple]:
-        """Stop, if it still can; returns what it has not written, after what it has lately and may not have kept."""
+        """Stop, if it still can; returns what it has not written, after what it lately wrote and may lose."""
         self.is_closed = True
         left = list(self.recent)
         with contextlib.suppress(queue.Empty):
@@ -1330,16 +1364,16 @@ class MetricPlace(threading.Thread):
 
 
 class MetricWriter:
-    """Writes metrics to the first of several places; when that one does not start, fails or hangs, to the next.
+    """Writes metrics to the first of several places; when it does not start, fails or hangs, to the next.
 
-    places are (label, a function that returns write(step, values) and close(failed)). No call waits, but for close and,
-    2 s at most, when a place is given up.
+    places are (label, a function that returns write(step, values) and close(failed)). No call waits, but for
+    close and, 2 s at most, when a place is given up.
     """
 
     patience_s = 240.0  # with one call of a place, W&B's start included
-    close_timeout_s, next_timeout_s = 15.0, 10.0  # for the place that is written to, and for each that follows it
+    close_timeout_s, next_timeout_s = 15.0, 10.0  # for the place that is written to; for each after it
     max_waiting = 100_000  # writes
-    num_recent = 2_000  # writes that the next place gets again: the one before may have died with them in its buffers
+    num_recent = 2_000  # writes that the next place gets again: they may have died in the buffers before it
     gave_up = False  # on some place, whose threads may never end
 
     def __init__(self, *places: tuple[str, Callable]) -> None:
@@ -1351,14 +1385,16 @@ class MetricWriter:
     def write(self, step: int, values: dict[str, float]) -> None:
         if self.place is None:
             return
-        problem = self.place.problem(self.patience_s if self.places else math.inf)  # the last one may come back
+        patience_s = self.patience_s if self.places else math.inf  # the last one may come back
+        problem = self.place.problem(patience_s)
         is_full = self.place.waiting.qsize() >= self.max_waiting
         if problem or is_full and self.places:
             self._give_up(problem or "does not keep up")
         elif is_full:
             self.num_dropped += 1
             if self.num_dropped == 1:
-                logger.warning("%s does not keep up: metrics are lost. The training goes on", self.place.label)
+                text = "%s does not keep up: metrics are lost. The training goes on"
+                logger.warning(text, self.place.label)
             return
         if self.place is not None:
             self.place.waiting.put((step, values))
@@ -1376,7 +1412,9 @@ class MetricWriter:
 
     def _give_up(self, problem: str) -> None:
         MetricWriter.gave_up = True
-        then = f"what it has not taken goes to {self.places[0][0]}" if self.places else "no metrics are written"
+        then = "no metrics are written"
+        if self.places:
+            then = f"what it has not taken goes to {self.places[0][0]}"
         logger.warning("%s %s; %s. The training goes on", self.place.label, problem, then)
         left = self.place.leave()
         end_wandb_service()
@@ -1387,7 +1425,7 @@ class MetricWriter:
 
 
 def end_wandb_service() -> None:
-    """Told to end, W&B's service writes what it holds back into its file; it would not when this process just ended."""
+    """Told to end, W&B's service writes what it holds back; it would not when this process just ended."""
     with contextlib.suppress(psutil.Error):
         services = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
         processes = services + [below for service in services for below in service.children(recursive=True)]
@@ -1398,7 +1436,7 @@ def end_wandb_service() -> None:
 
 
 def leave_hung_writer() -> None:
-    """The very end: Python, and wandb at exit, would wait for what hangs, so the process ends without them."""
+    """The very end: Python, and wandb at exit, would wait for what hangs; the process ends without them."""
     if MetricWriter.gave_up:
         error = sys.exc_info()[1]
         code = error.code if isinstance(error, SystemExit) else error
@@ -1410,10 +1448,10 @@ def leave_hung_writer() -> None:
 
 
 class EventFile:
-    """TensorBoard's file of this start. Each record goes to the system at once, so a killed process loses none.
+    """TensorBoard's file of this start. Each record goes to the system at once: a killed process loses none.
 
-    What the disk does not take waits in memory and is tried again with the next record, from the same place in the
-    file: readers never meet half a record with another one behind it.
+    What the disk does not take waits in memory and is tried again with the next record, from the same place
+    in the file: readers never meet half a record with another one behind it.
     """
 
     max_waiting = 100_000  # records
@@ -1434,7 +1472,8 @@ class EventFile:
         if step == self.last_step:  # an evaluation, say: what goes with every write is there already
             values = {key: value for key, value in values.items() if key not in ("epoch", "attempt")}
         self.last_step = step
-        self._add(step=step, summary={"value": [{"tag": key, "simple_value": value} for key, value in values.items()]})
+        numbers = [{"tag": key, "simple_value": value} for key, value in values.items()]
+        self._add(step=step, summary={"value": numbers})
 
     def close(self, failed: bool) -> None:
         """One more try; some file systems say only here that they have not kept what they took."""
@@ -1442,7 +1481,8 @@ class EventFile:
             self._write_waiting()
             self._close_descriptor()
         except OSError as error:
-            raise OSError(f"{error.strerror}: {self.num_lost + len(self.waiting)} records are lost") from error
+            num_lost = self.num_lost + len(self.waiting)
+            raise OSError(f"{error.strerror}: {num_lost} records are lost") from error
 
     def _add(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -1459,8 +1499,8 @@ class EventFile:
         except OSError as error:
             if not self.has_failed:  # said once, however often the disk comes and goes
                 self.has_failed = True
-                logger.warning("TensorBoard's file %s cannot be written (%s). The training goes on; metrics wait in"
-                               " memory until the disk takes them", self.path, error.strerror)
+                logger.warning("TensorBoard's file %s cannot be written (%s). The training goes on; metrics"
+                               " wait in memory until the disk takes them", self.path, error.strerror)
 
     def _write_waiting(self) -> None:
         try:
@@ -1492,10 +1532,11 @@ def open_wandb(recipe: Recipe, start: Start, config: dict) -> tuple[Callable, Ca
     """A W&B run that never prompts: without a key it is offline."""
     import wandb
 
-    # wandb's copy of the console would be written by whoever prints: training would stop where its service does.
+    # A copy of the console would be written by whoever prints: training would stop where wandb's service
+    # does.
     settings = wandb.Settings(console="off", disable_code=True, disable_git=True, init_timeout=120)
     if "x_transaction_log_flush_interval" in type(settings).model_fields:
-        settings.x_transaction_log_flush_interval = 1.0  # seconds of metrics that a killed service takes along
+        settings.x_transaction_log_flush_interval = 1.0  # seconds of metrics lost with a killed service
     init = partial(wandb.init, project=recipe.wandb_project, group=recipe.group,
                    name=recipe.wandb_name or start.run_dir.name, id=start.wandb_id, resume="allow",
                    dir=str(start.run_dir), config=config, settings=settings)
@@ -1508,8 +1549,8 @@ def open_wandb(recipe: Recipe, start: Start, config: dict) -> tuple[Callable, Ca
         problem = f"{type(error).__name__}: {error}"
         run = init(mode="offline")
     if problem:
-        logger.warning("W&B is not to be had (%s), so this run is recorded offline. Send it later with: wandb sync %s",
-                       problem, Path(run.dir).parent)
+        logger.warning("W&B is not to be had (%s), so this run is recorded offline. Send it later with:"
+                       " wandb sync %s", problem, Path(run.dir).parent)
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
 
@@ -1526,16 +1567,15 @@ def as_plain(value: Any) -> Any:
         return {str(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)) or isinstance(value, float) and math.isfinite(value):
-        return value
-    return str(value)
+    is_json = value is None or isinstance(value, (int, str))
+    return value if is_json or isinstance(value, float) and math.isfinite(value) else str(value)
 
 
-# ---- Building: model, data, optimizer, schedule -------------------------------------------------------------------
+# ---- Building: model, data, optimizer, schedule ------------------------------------------------------------
 
 
 class ResumableSampler(DistributedSampler):
-    """DistributedSampler that can begin in the middle of an epoch: `start` samples of this rank are passed over."""
+    """DistributedSampler that can begin in mid-epoch: `start` samples of this rank are passed over."""
 
     start = 0
 
@@ -1544,7 +1584,7 @@ class ResumableSampler(DistributedSampler):
 
 
 class ShareSampler(Sampler):
-    """This rank's share of a data set in order, each sample on exactly one rank: no sample is counted twice."""
+    """This rank's share of a data set in order, each sample on exactly one rank: none is counted twice."""
 
     def __init__(self, num_samples: int, world: World) -> None:
         self.share = range(world.rank, num_samples, world.world_size)
@@ -1557,7 +1597,7 @@ class ShareSampler(Sampler):
 
 
 class SeededData(Dataset):
-    """The user's map-style data set, with worker processes whose random numbers depend on (seed, epoch, batch) alone.
+    """The user's map-style data set; random numbers in its workers depend on (seed, epoch, batch) alone.
 
     So an augmentation draws the same numbers whatever the number of workers, and after a resume.
     """
@@ -1580,30 +1620,32 @@ def build_loader(recipe: Recipe, component: dict, world: World, training: bool) 
     data = build(component)
     if isinstance(data, DataLoader):
         if world.world_size > 1 and isinstance(data.sampler, (RandomSampler, SequentialSampler)) and training:
-            logger.warning("train_data is a DataLoader with a %s: every rank reads the same samples. Give it a"
-                           " DistributedSampler, or let train_data be the data set", type(data.sampler).__name__)
+            logger.warning("train_data is a DataLoader with a %s: every rank reads the same samples. Give it"
+                           " a DistributedSampler, or let train_data be the data set",
+                           type(data.sampler).__name__)
         data.worker_init_fn = trace_worker_init(partial(start_worker, data.worker_init_fn))
         return data
     options = {"num_workers": recipe.num_workers, "pin_memory": world.device.type == "cuda",
-               "generator": torch.Generator(), "worker_init_fn": trace_worker_init(partial(start_worker, None))}
+               "generator": torch.Generator(),
+               "worker_init_fn": trace_worker_init(partial(start_worker, None))}
     if isinstance(data, IterableDataset):
         return DataLoader(data, batch_size=recipe.batch_size, **options)
     if training:
         sampler = ResumableSampler(data, world.world_size, world.rank, shuffle=True, seed=recipe.seed)
     else:
         sampler = ShareSampler(len(data), world)
-    # A last uneven batch would weigh more than the others in training; in evaluation it counts by its samples.
+    # A last uneven batch would weigh more than others in training; evaluation counts it by its samples.
     drop_last = training and len(sampler) >= recipe.batch_size
-    return DataLoader(SeededData(data, recipe.seed), recipe.batch_size, sampler=sampler, drop_last=drop_last, **options)
+    return DataLoader(SeededData(data, recipe.seed), recipe.batch_size, sampler=sampler, drop_last=drop_last,
+                      **options)
 
 
 def begin_epoch(loader: DataLoader, epoch: int, seed: int, skip_batches: int = 0) -> Iterator:
     """Batches of an epoch from the skip_batches-th on, in an order that depends on seed and epoch alone."""
-    for part in {id(part): part for part in (loader.dataset, getattr(loader.dataset, "data", None), loader.sampler,
-                                             loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-                 }.values():
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
+    parts = [loader.dataset, getattr(loader.dataset, "data", None), loader.sampler, loader.batch_sampler,
+             getattr(loader.batch_sampler, "sampler", None)]
+    for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():  # each once
+        part.set_epoch(epoch)
     if isinstance(loader.dataset, SeededData):
         loader.dataset.epoch = epoch
     if loader.generator is not None:
@@ -1611,8 +1653,8 @@ def begin_epoch(loader: DataLoader, epoch: int, seed: int, skip_batches: int = 0
     if isinstance(loader.sampler, ResumableSampler):
         loader.sampler.start = skip_batches * loader.batch_size
         return iter(loader)
-    # Nothing can be skipped unseen in an iterable data set or in a loader of the user's: fetch and drop, before the
-    # random numbers are put back to where they were.
+    # Nothing can be skipped unseen in an iterable data set or in a loader of the user's: fetch and drop,
+    # before the random numbers are put back to where they were.
     batches = iter(loader)
     for _ in range(skip_batches):
         next(batches, None)
@@ -1630,7 +1672,7 @@ def build_optimizer(component: dict, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def lr_factor(schedule: ScheduleSettings, step: int, total_steps: int | None) -> float:
-    """The learning rate at a step (from 1) over the full one; the last step of cosine and linear has min_lr_ratio."""
+    """The rate at a step (from 1) over the full one; the last step of cosine and linear has min_lr_ratio."""
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.kind == "constant":
@@ -1666,17 +1708,19 @@ def parallelise(model: nn.Module, recipe: Recipe, world: World) -> nn.Module:
 
 
 def build_hooks(recipe: Recipe, span: Callable) -> hooks.HookDispatcher:
-    """The recipe's hooks. Raises RecipeError for a value that a hook refuses, or a method that is nearly an event."""
+    """The recipe's hooks. Raises RecipeError for a value that a hook refuses or a misspelt method."""
     defaults = {"log_frequency": recipe.log_every, "span": span}  # for what the recipe leaves at None
     named = {}
     for name, settings in recipe.hooks.items():
-        component = {"target": f"hooks.{settings['type']}", **settings} if "type" in settings else dict(settings)
-        component.pop("type", None)
+        component = dict(settings)
+        if "type" in component:
+            component["target"] = f"hooks.{component.pop('type')}"
         parameters = inspect.signature(locate(component["target"])).parameters
         filled = {key: value for key, value in defaults.items() if key in parameters
                   and parameters[key].default is None and component.get(key) is None}
         try:
-            named[name] = build({key: value for key, value in component.items() if key not in filled}, **filled)
+            kept = {key: value for key, value in component.items() if key not in filled}
+            named[name] = build(kept, **filled)
         except ValueError as error:
             raise RecipeError(f"hooks.{name}: {error}") from error
     try:
@@ -1685,11 +1729,11 @@ def build_hooks(recipe: Recipe, span: Callable) -> hooks.HookDispatcher:
         raise RecipeError(f"hooks: {error}") from error
 
 
-# ---- Checkpoints --------------------------------------------------------------------------------------------------
+# ---- Checkpoints -------------------------------------------------------------------------------------------
 #
-# checkpoints/step_<n>.pt holds tensors and plain Python. It is written under a temporary name, flushed to the disk,
-# read once, and only then renamed, so that whatever happens the one before stays whole. `latest` and `best` are text
-# files with the name of a checkpoint: they survive copying and file systems without links.
+# checkpoints/step_<n>.pt holds tensors and plain Python. It is written under a temporary name, flushed to the
+# disk, read once, and only then renamed, so that whatever happens the one before stays whole. `latest` and
+# `best` are text files with the name of a checkpoint: they survive copying and file systems without links.
 
 POINTERS = ("latest", "best")
 
@@ -1717,7 +1761,7 @@ def read_pointer(path: Path) -> Path | None:
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a checkpoint file, "" when it is whole: every byte of it is read and its checksum compared."""
+    """What is wrong with a checkpoint file, "" when it is whole: every byte is read, checksums compared."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -1730,7 +1774,7 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint of a run: the one that `latest` names, else the next before it."""
     checkpoints, newest = list_checkpoints(folder), read_pointer(folder / "latest")
     if newest in checkpoints:
-        # Newer ones are of a pass that was given up, or got their name a moment before the end: the last resort.
+        # Newer ones are of a pass that was given up, or named a moment before the end: the last resort.
         index = checkpoints.index(newest)
         checkpoints = checkpoints[index:] + checkpoints[:index][::-1]
     for path in checkpoints:
@@ -1739,12 +1783,13 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
             return path
         say(f"{path} is damaged ({problem}): trying the checkpoint before it")
     if checkpoints:
-        raise RecipeError(f"all checkpoints in {folder} are damaged: {', '.join(path.name for path in checkpoints)}")
+        names = ", ".join(path.name for path in checkpoints)
+        raise RecipeError(f"all checkpoints in {folder} are damaged: {names}")
     return None
 
 
 def find_checkpoint(place: str, key: str, say: Callable[[str], None]) -> Path:
-    """The checkpoint that resume= or weights= means: a file, `latest` or `best`, a run directory or its checkpoints."""
+    """The checkpoint that resume= or weights= means: a file, `latest` or `best`, a run or its checkpoints."""
     path = Path(place)
     if path.is_dir():
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -1756,20 +1801,22 @@ def find_checkpoint(place: str, key: str, say: Callable[[str], None]) -> Path:
     if target is None or not target.is_file():
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, 1)
-        raise RecipeError(f"{key}={place}: no such file or folder" + (f"; did you mean {near[0]}?" if near else ""))
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RecipeError(f"{key}={place}: no such file or folder{hint}")
     return target.absolute()
 
 
 def load_checkpoint(path: Path | str, key: str) -> dict:
-    """What a file holds, on the CPU, not copied into memory before it is used: copy what outlives the call."""
+    """What a file holds, on the CPU, mapped rather than read: copy what outlives the call."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise RecipeError(f"{key}: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def write_durably(path: Path, write: Callable[[Any], None], check: Callable[[Path], Any] = lambda path: None) -> None:
-    """Make or replace a file so that its name never stands for anything but the whole of it, even after a power cut."""
+def write_durably(path: Path, write: Callable[[Any], None],
+                  check: Callable[[Path], Any] = lambda path: None) -> None:
+    """Make or replace a file; its name never stands for less than the whole of it, even after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -1790,7 +1837,7 @@ def write_durably(path: Path, write: Callable[[Any], None], check: Callable[[Pat
 
 
 def write_checkpoint(folder: Path, saved: dict, keep_last: int) -> Path:
-    """Write step_<n>.pt and the pointers, then remove what is no longer kept. Raises CheckpointError. Rank 0 alone."""
+    """Write step_<n>.pt and the pointers, remove what is not kept. Rank 0 alone. Raises CheckpointError."""
     path = folder / f"step_{saved['step']}.pt"
     try:
         folder.mkdir(exist_ok=True)
@@ -1806,12 +1853,13 @@ def write_checkpoint(folder: Path, saved: dict, keep_last: int) -> Path:
     except (OSError, RuntimeError, RecipeError) as error:
         before = latest_checkpoint(folder, logger.warning) if folder.is_dir() else None
         left = f"; {before.name} is whole" if before else ""
-        raise CheckpointError(f"{path} cannot be written: {str(first_cause(error)).splitlines()[0]}{left}") from error
+        cause = str(first_cause(error)).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be written: {cause}{left}") from error
     return path
 
 
 def point_at(folder: Path, saved: dict) -> None:
-    """Let `latest` and `best` say what is true at this checkpoint's step, also after a return to an earlier one."""
+    """Let `latest` and `best` say what is true at this checkpoint, also after a return to an earlier one."""
     steps = {"latest": saved["step"], "best": (saved["best"] or {}).get("step")}
     for name, step in steps.items():
         if (folder / f"step_{step}.pt").is_file():
@@ -1821,7 +1869,7 @@ def point_at(folder: Path, saved: dict) -> None:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The operating system's error behind an exception, if there is one: torch.save hides it behind its own."""
+    """The system's error behind an exception, if there is one: torch.save hides it behind its own."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -1834,7 +1882,8 @@ def first_cause(error: BaseException) -> BaseException:
 def rng_states(device: torch.device) -> dict:
     """The states of this rank's generators, as plain Python and tensors."""
     kind, keys, *rest = numpy.random.get_state()
-    states = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+    states = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest],
+              "torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -1862,7 +1911,7 @@ def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def whole(value: Any) -> Any:
-    """A tensor on the CPU, all of it when each rank has a shard (then a collective); anything else as it is."""
+    """A tensor on the CPU, all of it if ranks have shards (then a collective); anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
@@ -1886,15 +1935,15 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in saved["param_groups"]] != groups:
-        raise RecipeError("the checkpoint's optimizer has other parameters or groups than this model's: to begin with"
-                          " its weights and a fresh optimizer, give weights= in place of resume=")
+        raise RecipeError("the checkpoint's optimizer has other parameters or groups than this model's: to"
+                          " begin with its weights and a fresh optimizer, give weights= in place of resume=")
     numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
     state = {numbers[name]: {key: placed_like(value, parameters[name]) for key, value in entries.items()}
              for name, entries in saved["state"].items()}
     optimizer.load_state_dict({
         "state": state, "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]}
                                          for group in saved["param_groups"]]})
-    # load_state_dict casts to the parameter's dtype; an optimizer may keep more bits than a half-precision parameter.
+    # load_state_dict casts to the parameter's dtype; an optimizer may keep more bits than a bf16 parameter.
     for name, number in numbers.items():
         for key, value in state.get(number, {}).items():
             loaded = optimizer.state[parameters[name]].get(key)
@@ -1914,7 +1963,7 @@ def placed_like(value: Any, parameter: Tensor) -> Any:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any], source: str, strict: bool) -> None:
-    """Copy tensors by name into the bare model; what does not fit is an error, or, when not strict, a warning."""
+    """Copy tensors by name into the bare model; what does not fit is an error, else a warning."""
     own = model.state_dict()
     shapes = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, Tensor)}
     weights = {re.sub(r"(^|\.)(module|_orig_mod)\.", r"\1", name) if name not in own else name: value
@@ -1925,7 +1974,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], source: str, stri
             if name in own and (name not in shapes or tuple(value.shape) == shapes[name])}
     problems = {"missing": [name for name in own if name not in weights],
                 "unexpected": [name for name in weights if name not in own], "of another shape": reshaped}
-    found = "; ".join(f"{what}: {', '.join(names[:10])}{f' and {len(names) - 10} more' if len(names) > 10 else ''}"
+    found = "; ".join(f"{what}: {', '.join(names[:10])}" + f" and {len(names) - 10} more" * (len(names) > 10)
                       for what, names in problems.items() if names)
     if found and strict:
         raise RecipeError(f"{source} does not fit {type(model).__name__}. {found}. To load what fits, give"
@@ -1941,13 +1990,15 @@ def weights_in(saved: Any, source: str) -> Mapping[str, Any]:
         if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
             return saved[key]
     if not isinstance(saved, Mapping) or not any(isinstance(value, Tensor) for value in saved.values()):
-        raise RecipeError(f"weights={source}: no state dict in it; wanted a checkpoint of train.py or a dict of tensors")
+        raise RecipeError(f"weights={source}: no state dict in it; wanted a checkpoint of train.py or a dict"
+                          f" of tensors")
     return saved
 
 
-# What a change of these between a checkpoint and its resume means for the promise to go on as if never stopped.
+# What a change of these between a checkpoint and its resume means for going on as if never stopped.
 CHANGES = {
-    "world size": "the rest of the epoch is shared out anew, at most one batch is seen twice, random numbers differ",
+    "world size": "the rest of the epoch is shared out anew, at most one batch is seen twice, random numbers"
+                  " differ",
     "batch_size": "at most one batch of this epoch is seen twice",
     "accumulate": "epochs have another number of steps",
     "train_data": "the position in the data is kept as a number of samples",
@@ -1974,10 +2025,11 @@ def changed_settings(saved: dict, settings: dict, world_size: int) -> dict[str, 
 
     then = {**saved["recipe"], "world size": saved["world_size"]}
     now = {**settings, "world size": world_size}
-    return {key: f"{then.get(key)} -> {now[key]}" for key in CHANGES if comparable(then.get(key)) != comparable(now[key])}
+    return {key: f"{then.get(key)} -> {now[key]}" for key in CHANGES
+            if comparable(then.get(key)) != comparable(now[key])}
 
 
-# ---- Stopping -----------------------------------------------------------------------------------------------------
+# ---- Stopping ----------------------------------------------------------------------------------------------
 
 
 class NotFiniteLoss(ArithmeticError):
@@ -1985,15 +2037,17 @@ class NotFiniteLoss(ArithmeticError):
 
 
 class Stopper(threading.Thread):
-    """How a run ends before its time: by a signal, because torchrun is gone, or because another rank has failed.
+    """How a run ends before its time: by a signal, by torchrun's end, or because another rank has failed.
 
-    A signal is a wish. The rank that has one says so in torchrun's store, so that the others know wherever they are;
-    after each step `check` lets all ranks agree on the last one. The agreement is an all-reduce that is read one step
-    after it was begun: no rank waits on ordinary steps. After it all ranks save and leave together.
+    A signal is a wish. The rank that has one says so in torchrun's store, so that the others know wherever
+    they are; after each step `check` lets all ranks agree on the last one. The agreement is an all-reduce
+    that is read one step after it was begun: no rank waits on ordinary steps. After it all ranks save and
+    leave together.
 
-    Python runs signal handlers in the main thread alone, and not while that sits in a collective; so this thread reads
-    the signals' numbers from a pipe. It ends the process when another rank has failed, whose answer the main thread
-    would wait for until the collective's time-out, or when no step ends before torchrun's patience does.
+    Python runs signal handlers in the main thread alone, and not while that sits in a collective; so this
+    thread reads the signals' numbers from a pipe. It ends the process when another rank has failed, whose
+    answer the main thread would wait for until the collective's time-out, or when no step ends before
+    torchrun's patience does.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
@@ -2032,7 +2086,7 @@ class Stopper(threading.Thread):
     # -- for the main thread
 
     def check(self, step: int, loss_is_bad: bool) -> tuple[bool, bool]:
-        """After each step, on all ranks: whether this was the last one, and whether some rank's loss is no number."""
+        """After each step, on all ranks: was it the last one, and is some rank's loss no number?"""
         now = time.monotonic()
         self.step, self.marked_at = step, now
         if self.world.world_size == 1:
@@ -2047,7 +2101,8 @@ class Stopper(threading.Thread):
             step_us = int((now - then) / max(step - step_then, 1) * 1e6)
             self.checked_at = step, now
             numbers = torch.tensor([bool(self.reason), loss_is_bad, step_us])
-            self.asked = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.world.hosts, async_op=True), numbers
+            work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.world.hosts, async_op=True)
+            self.asked = work, numbers
         return False, False
 
     def answer(self) -> list[int]:
@@ -2062,7 +2117,7 @@ class Stopper(threading.Thread):
         self.marked_at = time.monotonic()
 
     def closing(self, failure: str) -> None:
-        """The main thread has left the loop, by a failure if there is one: the other ranks should know at once."""
+        """The main thread has left the loop, maybe by a failure: the other ranks should know at once."""
         self.closing_at = time.monotonic()
         if failure:
             self.look_for_peers()
@@ -2083,7 +2138,8 @@ class Stopper(threading.Thread):
 
     def run(self) -> None:
         while not self.is_over:
-            ready, _, _ = select.select([self.pipe], [], [], 0.2 if self.signalled_at or self.failed_at else 1.0)
+            patience_s = 0.2 if self.signalled_at or self.failed_at else 1.0
+            ready, _, _ = select.select([self.pipe], [], [], patience_s)
             for number in os.read(self.pipe, 64) if ready else b"":
                 if number in self.signals:  # others have handlers of their own
                     self.on_signal(signal.Signals(number))
@@ -2096,8 +2152,8 @@ class Stopper(threading.Thread):
     def on_signal(self, number: signal.Signals) -> None:
         log_trace_instant("signal", {"signal": number.name})
         now = time.monotonic()
-        # Of a second Ctrl-C torchrun makes a SIGTERM. A SIGINT soon after the first may be the same Ctrl-C: the terminal
-        # sends it to all processes of its session, and torchrun sends it on.
+        # Of a second Ctrl-C torchrun makes a SIGTERM. A SIGINT soon after the first may be the same Ctrl-C:
+        # the terminal sends it to all processes of its session, and torchrun sends it on.
         is_same = number == signal.SIGINT and self.parent is not None and now - self.interrupted_at < 1
         if self.interrupted_at and number in (signal.SIGINT, signal.SIGTERM) and not is_same:
             self.end_now("ended at once by a second Ctrl-C", 130)
@@ -2150,15 +2206,16 @@ class Stopper(threading.Thread):
             self.end_now(f"ended because another rank failed: {failure}", 1)
         elif self.signalled_at and self.parent is not None and not self.is_saving and (
                 now - max(self.signalled_at, self.marked_at) > self.stuck_s):
-            self.end_now(f"ended without a checkpoint: no step ended within {self.stuck_s:.0f} s of {self.reason}", 143)
+            self.end_now(f"ended without a checkpoint: no step ended within {self.stuck_s:.0f} s of"
+                         f" {self.reason}", 143)
 
     def end_now(self, why: str, code: int) -> NoReturn:
-        """Without the main thread: the last metrics, the last line of train.log, the trace, no child left behind."""
+        """Without the main thread: last metrics, last line of train.log, trace, no child left behind."""
         guard = threading.Timer(5.0, os._exit, [code])  # the file system may be what hangs
         guard.daemon = True
         guard.start()
-        log_failure(self.world, self.run_dir, f"{why} (rank {self.world.rank} on {self.world.host}, step {self.step})",
-                    None)
+        where = f"rank {self.world.rank} on {self.world.host}, step {self.step}"
+        log_failure(self.world, self.run_dir, f"{why} ({where})", None)
         close_structured_logger("signal", why=why)
         end_children()
         if self.writer is not None:
@@ -2169,7 +2226,7 @@ class Stopper(threading.Thread):
 def ignore_stop_signals(worker: int | None = None) -> None:
     """In a child: what a terminal or SLURM sends to all processes is for the main process, which saves.
 
-    A forked child that is no data-loader worker keeps the usual effect of SIGTERM, by which its owner ends it.
+    A forked child that is no data-loader worker keeps the effect of SIGTERM, by which its owner ends it.
     """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
@@ -2200,15 +2257,16 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-# ---- Tracing: what a rank's own work is, and what it waits for ----------------------------------------------------
+# ---- Tracing: what a rank's own work is, and what it waits for ---------------------------------------------
 
 
 class ReadyMark:
     """Marks, inside a backward span, the moment when this rank's own gradients are done (see tracing.py).
 
-    A hook on the loss queues a callback in the autograd engine; the engine runs it after the last gradient and
-    before DDP's own wait for the other ranks. On CUDA the callback only tells when the work was queued: there two
-    events on the current stream bracket the wait, and their times are read steps later, when they have passed.
+    A hook on the loss queues a callback in the autograd engine; the engine runs it after the last gradient
+    and before DDP's own wait for the other ranks. On CUDA the callback only tells when the work was queued:
+    there two events on the current stream bracket the wait, and their times are read steps later, when they
+    have passed.
     """
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
@@ -2241,7 +2299,8 @@ class ReadyMark:
         while self.pending and self.pending[0][3].query():
             step_then, begin, ready, end = self.pending.popleft()
             own_us, wait_us = begin.elapsed_time(ready) * 1000, ready.elapsed_time(end) * 1000
-            log_trace_scalar({"device_own_us": round(own_us), "device_wait_us": round(wait_us)}, step=step_then)
+            times = {"device_own_us": round(own_us), "device_wait_us": round(wait_us)}
+            log_trace_scalar(times, step=step_then)
 
     def _record(self) -> Any:
         event = self.make_event()
@@ -2267,7 +2326,7 @@ def trace_buffer_broadcast(wrapped: nn.Module) -> None:
     wrapped.module.register_forward_pre_hook(end)
 
 
-# ---- Training -----------------------------------------------------------------------------------------------------
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -2296,7 +2355,7 @@ def count_samples(batch: Any) -> int:
 
 
 def how_to_call(forward: Callable, batch: Any) -> Callable[[Any, Any], Any]:
-    """A mapping whose keys are forward's arguments is passed by name, a tuple or list one by one, else as it is."""
+    """A mapping of forward's arguments is passed by name, a tuple or list one by one, else as it is."""
     signature = inspect.signature(forward)
     with contextlib.suppress(TypeError):
         if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
@@ -2309,25 +2368,32 @@ def how_to_call(forward: Callable, batch: Any) -> Callable[[Any, Any], Any]:
 
 
 def as_outputs(returned: Any) -> dict[str, Any]:
-    """What a model's forward returned as a dict with `loss`: a dict, a bare tensor or an object with .loss."""
+    """A dict with `loss` of what forward returned: a dict, a bare tensor or an object with .loss.
+
+    Raises ValueError without a loss of one number.
+    """
     outputs = returned
     if isinstance(returned, Tensor):
         outputs = {"loss": returned}
     elif not isinstance(returned, Mapping) and hasattr(returned, "loss"):
-        outputs = {"loss": returned.loss, **{k: v for k, v in vars(returned).items() if not k.startswith("_")}}
+        others = {key: value for key, value in vars(returned).items() if not key.startswith("_")}
+        outputs = {"loss": returned.loss, **others}
     if not isinstance(outputs, Mapping) or not isinstance(outputs.get("loss"), Tensor):
-        got = f"a dict with the keys {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(returned).__name__
-        raise ValueError(f"the model's forward returned {got}; wanted a dict with a tensor `loss`, a tensor, or an"
-                         f" object with .loss")
+        is_dict = isinstance(outputs, Mapping)
+        got = f"a dict with the keys {', '.join(outputs)}" if is_dict else type(returned).__name__
+        raise ValueError(f"the model's forward returned {got}; wanted a dict with a tensor `loss`, a tensor,"
+                         f" or an object with .loss")
     if outputs["loss"].numel() != 1:
-        raise ValueError(f"the model's loss has the shape {tuple(outputs['loss'].shape)}; wanted one number: take its"
-                         f" mean in forward")
+        raise ValueError(f"the model's loss has the shape {tuple(outputs['loss'].shape)}; wanted one number:"
+                         f" take its mean in forward")
     return dict(outputs)
 
 
 def scalars(outputs: Mapping[str, Any], vectors: set[str]) -> dict[str, Any]:
-    """The one-element entries, detached. num_tokens is a count, not a metric; vectors are the keys seen with more
-    elements, which stay no metrics in a batch of a single sample."""
+    """The one-element entries, detached; num_tokens is a count, not a metric.
+
+    vectors: keys seen with more elements, which stay no metrics in a batch of a single sample.
+    """
     found = {}
     for key, value in outputs.items():
         if isinstance(value, Tensor) and value.numel() != 1:
@@ -2335,6 +2401,10 @@ def scalars(outputs: Mapping[str, Any], vectors: set[str]) -> dict[str, Any]:
         elif isinstance(value, (Tensor, int, float)) and key != "num_tokens" and key not in vectors:
             found[key] = value.detach().reshape(()) if isinstance(value, Tensor) else value
     return found
+
+
+def as_text(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{key} {value:.4f}" for key, value in metrics.items())
 
 
 class Trainer:
@@ -2346,7 +2416,7 @@ class Trainer:
         self.run_dir, self.tracing = start.run_dir, recipe.structured_logging
         self.settings = as_plain(recipe_to_dict(recipe))  # for checkpoints and W&B
         self.batches_done = 0  # micro-batches of this epoch that are in the weights
-        # Steps of the last evaluation, of the last checkpoint, of the checkpoint that this start goes on from.
+        # Steps of the last evaluation, the last checkpoint, and the checkpoint that this start goes on from.
         self.evaluated_at = self.saved_at = self.resumed_at = -1
         self.best: dict | None = None  # value and step of the best evaluation so far
         self.best_is_new = False  # and it has no checkpoint yet
@@ -2356,16 +2426,17 @@ class Trainer:
         self.hooks: hooks.HookDispatcher | None = None
         self.metrics: MetricLog | None = None
         self.state = SimpleNamespace(  # what hooks see
-            model=None, optimizer=None, step=0, max_steps=None, epoch=0, batch=None, outputs=None, metrics={}, lr=None,
-            data_s=0.0, step_s=0.0, paused_s=0.0, num_samples=0, num_tokens=None, clip_norm=recipe.clip_norm,
-            grad_scale=None, step_skipped=False, run_dir=start.run_dir, run=start.run_dir.name, rank=world.rank,
-            local_rank=world.local_rank, world_size=world.world_size, device=world.device, error=None)
+            model=None, optimizer=None, step=0, max_steps=None, epoch=0, batch=None, outputs=None, metrics={},
+            lr=None, data_s=0.0, step_s=0.0, paused_s=0.0, num_samples=0, num_tokens=None,
+            clip_norm=recipe.clip_norm, grad_scale=None, step_skipped=False, run_dir=start.run_dir,
+            run=start.run_dir.name, rank=world.rank, local_rank=world.local_rank, world_size=world.world_size,
+            device=world.device, error=None)
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """On every way out: the hooks' last event, the metrics, the writer, the last line of train.log, the traces."""
+        """On every way out: the hooks' last event, metrics, writer, the last line of train.log, traces."""
         state, world = self.state, self.world
         state.error = error
         where = f"rank {world.rank} on {world.host}, step {state.step}"
@@ -2383,17 +2454,19 @@ class Trainer:
                 self.metrics.close(failed=error is not None)
             end_children()
             if self.stopped and error is None:
-                logger.info("stopped after step %d: %s. Go on with: resume=%s", state.step, self.stopped, self.run_dir)
+                logger.info("stopped after step %d: %s. Go on with: resume=%s", state.step, self.stopped,
+                            self.run_dir)
             elif error is None:
                 # An epoch that the last step of the run cut short counts as well.
                 logger.info("done: %d steps, %d epochs", state.step, state.epoch + bool(self.batches_done))
             else:
                 first = f", after this: {self.stopper.failure}" if self.stopper.failure else ""
-                log_failure(world, self.run_dir, f"failed: {type(error).__name__}: {error} ({where}{first})", error)
+                text = f"failed: {type(error).__name__}: {error} ({where}{first})"
+                log_failure(world, self.run_dir, text, error)
             close_structured_logger("ok" if error is None else "exception")
 
     def build(self) -> None:
-        """Model, data, optimizer, hooks and writer, in an order in which nothing slow comes before a likely mistake."""
+        """Model, data, optimizer, hooks, writer: nothing slow comes before a likely mistake."""
         recipe, world, state = self.recipe, self.world, self.state
         dispatcher = build_hooks(recipe, span=log_trace_span)
         self.meet()
@@ -2401,18 +2474,21 @@ class Trainer:
         self.model = state.model = build(recipe.model).to(world.device)
         saved = self.load_weights()
         self.train_loader = build_loader(recipe, recipe.train_data, world, training=True)
-        self.val_loader = build_loader(recipe, recipe.val_data, world, training=False) if recipe.val_data else None
+        self.val_loader = None
+        if recipe.val_data:
+            self.val_loader = build_loader(recipe, recipe.val_data, world, training=False)
         self.batches_per_epoch = self.count_batches()
         if saved:
             self.restore_position(saved)
         self.total_steps = state.max_steps = self.count_total_steps()
         if saved and self.start.asked_for and self.finished():
-            raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step} of {self.total_steps},"
-                              f" epoch {state.epoch} of {recipe.epochs}. To go on give it more: max_steps= or epochs=")
+            raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step} of"
+                              f" {self.total_steps}, epoch {state.epoch} of {recipe.epochs}. To go on give it"
+                              f" more: max_steps= or epochs=")
         self.wrapped = parallelise(self.model, recipe, world)
         self.is_ddp = isinstance(self.wrapped, DistributedDataParallel)
         self.is_fsdp = isinstance(self.wrapped, FSDPModule)
-        # FSDP gathers weights inside forward and backward: what of them is waiting cannot be told from the host.
+        # FSDP gathers weights inside forward and backward: the host cannot tell what of them is waiting.
         self.opaque = {"sync": True, "args": {"opaque": "fsdp"}} if self.is_fsdp else {}
         self.optimizer = state.optimizer = build_optimizer(recipe.optimizer, self.model)
         for group in self.optimizer.param_groups:
@@ -2433,10 +2509,11 @@ class Trainer:
         seed_everything(mixed_seed(recipe.seed, world.rank))  # from here on each rank draws its own numbers
         logger.info("%s: %d parameters, %s steps, %d x %s%s, run directory %s", type(self.model).__name__,
                     sum(parameter.numel() for parameter in self.model.parameters()), self.total_steps or "?",
-                    world.world_size, world.device.type, f" with {recipe.parallel}" if world.store else "", self.run_dir)
+                    world.world_size, world.device.type, f" with {recipe.parallel}" if world.store else "",
+                    self.run_dir)
 
     def meet(self) -> None:
-        """Join the process group; each rank learns which processes are its torchrun's, rank 0 writes launch files."""
+        """Join the process group; know the processes of this torchrun; rank 0 writes launch files."""
         recipe, world = self.recipe, self.world
         with log_trace_span("process_group", sync=True):
             join_process_group(world, recipe)
@@ -2450,8 +2527,9 @@ class Trainer:
         """The one writer of the job, on global rank 0."""
         if self.world.rank != 0:
             return None
-        step = self.state.step
-        purge_step = None if self.start.attempt == 0 else step and step + 1  # step 0 has what is written before step 1
+        purge_step = None
+        if self.start.attempt > 0:  # step 0 has what is written before step 1
+            purge_step = self.state.step and self.state.step + 1
         tensorboard = f"TensorBoard in {self.run_dir}", partial(open_tensorboard, self.run_dir, purge_step)
         if not self.recipe.use_wandb:
             return MetricWriter(tensorboard)
@@ -2474,14 +2552,15 @@ class Trainer:
         """Optimizer steps of the run; None when it goes on until data without a length end."""
         recipe = self.recipe
         if self.batches_per_epoch is not None:
-            # From here, not from the beginning: before a resume an epoch may have had another number of steps.
+            # From here, not from the beginning: before a resume an epoch may have been longer or shorter.
             steps_per_epoch = math.ceil(self.batches_per_epoch / recipe.accumulate)
             steps_of_this_epoch = math.ceil(self.batches_done / recipe.accumulate)
             ahead = (recipe.epochs - self.state.epoch) * steps_per_epoch - steps_of_this_epoch
             return min(self.state.step + max(ahead, 0), recipe.max_steps or sys.maxsize)
         if recipe.max_steps is None and recipe.schedule.kind in ("cosine", "linear"):
-            raise RecipeError(f"schedule.kind={recipe.schedule.kind} must know where it ends, and train_data has no"
-                              f" length: set max_steps, give the data set a __len__, or take schedule.kind=constant")
+            raise RecipeError(f"schedule.kind={recipe.schedule.kind} must know where it ends, and train_data"
+                              f" has no length: set max_steps, give the data set a __len__, or take"
+                              f" schedule.kind=constant")
         return recipe.max_steps
 
     # -- the loop
@@ -2531,7 +2610,7 @@ class Trainer:
         if self.stopped:
             return
         means = self.metrics.end_epoch(state.step, state.epoch)
-        logger.info("epoch %d | %s", state.epoch, " ".join(f"{key} {value:.4f}" for key, value in means.items()))
+        logger.info("epoch %d | %s", state.epoch, as_text(means))
         self.report_hooks("after_epoch")
         if epoch_is_over:  # and not only the run
             state.epoch, self.batches_done = state.epoch + 1, 0
@@ -2578,7 +2657,9 @@ class Trainer:
                 totals[key] = totals[key] + value if key in totals else value
             if "num_tokens" in state.outputs:
                 state.num_tokens = (state.num_tokens or 0) + int(state.outputs["num_tokens"])
-        state.metrics = {key: value / len(window) if len(window) > 1 else value for key, value in totals.items()}
+        if len(window) > 1:
+            totals = {key: total / len(window) for key, total in totals.items()}
+        state.metrics = totals
 
         # Hooks see the gradients reduced and unscaled, not yet clipped.
         state.grad_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
@@ -2599,14 +2680,14 @@ class Trainer:
             batch_metrics = {f"train_batch/{key}": value for key, value in state.metrics.items()}
             self.metrics.add(state.step, state.epoch, {**batch_metrics, "params/lr": state.lr, **found})
             if self.tracing.batch_stats_every and state.step % self.tracing.batch_stats_every == 0:
-                log_trace_scalar({"batch_samples": state.num_samples,
-                                  **({"batch_tokens": state.num_tokens} if state.num_tokens is not None else {})})
+                sizes = {"batch_samples": state.num_samples, "batch_tokens": state.num_tokens}
+                log_trace_scalar({name: size for name, size in sizes.items() if size is not None})
             if state.step % recipe.log_every == 0:
                 self.metrics.write_arrived(wait=True)  # a device synchronisation, every log_every steps
         return True
 
     def is_last_step(self) -> bool:
-        """Whether the ranks have agreed to stop here. Raises NotFiniteLoss on all of them when stop_on_nan asks for it."""
+        """Whether ranks have agreed to stop here. Raises NotFiniteLoss on all of them for stop_on_nan."""
         bad_loss = self.metrics.bad_loss if self.recipe.stop_on_nan else None
         stop, bad = self.stopper.check(self.state.step, bad_loss is not None)
         if stop and not bad:
@@ -2620,8 +2701,8 @@ class Trainer:
         bad = sorted((*loss, rank) for rank, loss in enumerate(losses) if loss)
         if bad:
             step, value, rank = bad[0]
-            raise NotFiniteLoss(f"stop_on_nan: the loss is {value} at step {step} on rank {rank}; all ranks stopped"
-                                f" after step {self.state.step}")
+            raise NotFiniteLoss(f"stop_on_nan: the loss is {value} at step {step} on rank {rank}; all ranks"
+                                f" stopped after step {self.state.step}")
 
     # -- the parts of a step
 
@@ -2668,7 +2749,7 @@ class Trainer:
         return contextlib.nullcontext()
 
     def optimizer_step(self) -> None:
-        """With fp16 the scaler leaves out a step whose gradients overflowed, and says so by a smaller scale."""
+        """With fp16 the scaler leaves out a step whose gradients overflowed: its scale is smaller then."""
         scale_before = self.scaler.get_scale()  # 1.0 without a copy unless fp16, which synchronises anyway
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -2712,11 +2793,11 @@ class Trainer:
             return
         state.metrics = {}
         for key in dict.fromkeys(itertools.chain.from_iterable(shares)):
-            total, weight = (sum(numbers) for numbers in zip(*(share[key] for share in shares if key in share)))
+            parts = [share[key] for share in shares if key in share]
+            total, weight = (sum(numbers) for numbers in zip(*parts))
             state.metrics[f"val/{key}"] = total / weight
         self.evaluated_at = state.step
-        logger.info("evaluation at step %d | %s", state.step,
-                    " ".join(f"{key} {value:.4f}" for key, value in state.metrics.items()))
+        logger.info("evaluation at step %d | %s", state.step, as_text(state.metrics))
         found = self.call_hooks("after_evaluate")
         self.metrics.add(state.step, state.epoch, {**state.metrics, **found})
         self.look_for_best()
@@ -2744,13 +2825,14 @@ class Trainer:
     def evaluation_batches(self) -> Iterator[tuple[Any, int]]:
         """Batches, and how many samples each counts.
 
-        Under FSDP every forward gathers weights, so all ranks must run the same number of them: a rank whose share
-        has ended repeats its last batch, which then counts nothing.
+        Under FSDP every forward gathers weights, so all ranks must run the same number of them: a rank whose
+        share has ended repeats its last batch, which then counts nothing.
         """
         loader, last_batch = self.val_loader, None
         for batch in itertools.chain(begin_epoch(loader, 0, self.recipe.seed), itertools.repeat(None)):
             self.stopper.mark()
-            wish = 2 if self.stopper.reason else int(batch is not None)  # 2: stop, 1: go on, 0: there is no more
+            # 2: stop, 1: go on, 0: there is no more.
+            wish = 2 if self.stopper.reason else int(batch is not None)
             if self.is_fsdp:
                 wish = self.world.agree(wish, dist.ReduceOp.MAX, "evaluation_agreement")
             if wish != 1:
@@ -2763,29 +2845,30 @@ class Trainer:
     # -- checkpoints
 
     def look_for_best(self) -> None:
-        """Remember an evaluation that is better than all before; NaN never is. All ranks have the same numbers."""
+        """Remember an evaluation better than all before; NaN never is. All ranks have the same numbers."""
         if self.recipe.best is None:
             return
         metric, mode, found = self.recipe.best.metric, self.recipe.best.mode, self.state.metrics
         if metric not in found:
             near = difflib.get_close_matches(metric, found, 1)
             if self.world.rank == 0:
-                logger.warning("best.metric=%s: no such metric%s; an evaluation writes %s. No best checkpoint is kept",
-                               metric, f", did you mean {near[0]}?" if near else "", ", ".join(found))
+                hint = f", did you mean {near[0]}?" if near else ""
+                logger.warning("best.metric=%s: no such metric%s; an evaluation writes %s. No best checkpoint"
+                               " is kept", metric, hint, ", ".join(found))
             return
         value, sign = found[metric], 1 if mode == "min" else -1
         if math.isfinite(value) and (self.best is None or sign * value < sign * self.best["value"]):
             self.best, self.best_is_new = {"metric": metric, "value": value, "step": self.state.step}, True
 
     def save_if_due(self) -> None:
-        """Every save_every steps or, without that, at the end of an epoch; and when an evaluation was the best."""
+        """Every save_every steps or, without that, after each epoch; and when an evaluation was the best."""
         every = self.recipe.save_every
         is_due = self.state.step % every == 0 if every else self.batches_done == 0
         if is_due or self.best_is_new:
             self.save()
 
     def save(self) -> None:
-        """A checkpoint of this moment: all ranks give their part, rank 0 writes. Raises CheckpointError on every rank."""
+        """A checkpoint of now: all ranks give their part, rank 0 writes. Raises CheckpointError on all."""
         recipe, world, state, start = self.recipe, self.world, self.state, time.perf_counter()
         problem, error = "", None
         self.stopper.is_saving = True
@@ -2816,7 +2899,7 @@ class Trainer:
         state.paused_s += time.perf_counter() - start
 
     def load_weights(self) -> dict | None:
-        """The weights to begin with, into the model before it is wrapped; returns the checkpoint of a resume."""
+        """The weights to begin with, before the model is wrapped; returns the checkpoint of a resume."""
         if self.start.checkpoint:
             saved = load_checkpoint(self.start.checkpoint, "resume")
             load_weights(self.model, saved["model"], str(self.start.checkpoint), strict=True)
@@ -2833,13 +2916,15 @@ class Trainer:
         state.step, state.epoch = saved["step"], saved["epoch"]
         num_samples = saved["batches_done"] * saved["recipe"]["batch_size"] * saved["world_size"]
         self.batches_done = num_samples // (recipe.batch_size * world.world_size)
-        self.evaluated_at, self.saved_at, self.resumed_at = saved["evaluated_at"], saved["step"], saved["step"]
+        self.evaluated_at = saved["evaluated_at"]
+        self.saved_at = self.resumed_at = saved["step"]
         if saved["recipe"]["best"] == self.settings["best"]:
             self.best = saved["best"]
         if self.batches_done and world.rank < saved["world_size"]:
             self.rng = saved["rng"][world.rank]
         logger.info("going on from %s: step %d, epoch %d", self.start.checkpoint, state.step, state.epoch)
-        for name, change in changed_settings(saved, self.settings, world.world_size).items() if world.rank == 0 else ():
+        changes = changed_settings(saved, self.settings, world.world_size) if world.rank == 0 else {}
+        for name, change in changes.items():
             logger.warning("%s has changed since the checkpoint: %s%s", name, change,
                            f" ({CHANGES[name]})" if CHANGES[name] else "")
         if world.rank == 0 and home_of(self.start.checkpoint) == self.run_dir:
@@ -2850,7 +2935,8 @@ class Trainer:
         then, now = saved["recipe"]["optimizer"], self.settings["optimizer"]
         if then["target"] != now["target"]:
             if self.world.rank == 0:
-                logger.warning("%s begins with an empty state: the checkpoint's is of %s", now["target"], then["target"])
+                text = "%s begins with an empty state: the checkpoint's is of %s"
+                logger.warning(text, now["target"], then["target"])
             return
         fresh = [dict(group) for group in self.optimizer.param_groups]
         load_optimizer_state(self.model, self.optimizer, saved["optimizer"])
@@ -2862,11 +2948,11 @@ class Trainer:
             self.scaler.load_state_dict(saved["scaler"])
 
 
-# ---- The story ----------------------------------------------------------------------------------------------------
+# ---- The story ---------------------------------------------------------------------------------------------
 
 
 def start_run(recipe: Recipe) -> tuple[World, Start, Stopper]:
-    """Everything that must be there before anything can hang: the place among ranks, run directory, log and tracer."""
+    """What must be there before anything can hang: the place among ranks, run directory, log, tracer."""
     world = find_world()
     connect(world, recipe.pg_timeout_s)
     start = Start.from_json(world.share("start", lambda: choose_start(recipe).to_json()))
@@ -2878,16 +2964,17 @@ def start_run(recipe: Recipe) -> tuple[World, Start, Stopper]:
     settings = {key: value for key, value in vars(recipe.structured_logging).items()
                 if key not in ("enabled", "trace_hooks", "batch_stats_every")}
     init_structured_logger("training", str(run_dir / "structured_logs"), world.rank,
-                           enable=recipe.structured_logging.enabled, attempt=start.attempt, run=run_dir.name, **settings)
+                           enable=recipe.structured_logging.enabled, attempt=start.attempt, run=run_dir.name,
+                           **settings)
     return world, start, stopper
 
 
 def leave(world: World, stopper: Stopper) -> None:
     """Leave the process group together, and end the process.
 
-    Left to itself the interpreter aborts in one of some ten to forty clean ends of DDP on gloo ("terminate called
-    without an active exception", torch 2.13): its C++ objects are destroyed while their threads still run. So Python's
-    own exit functions are called here, and nothing after them.
+    Left to itself the interpreter aborts in one of some ten to forty clean ends of DDP on gloo ("terminate
+    called without an active exception", torch 2.13): its C++ objects are destroyed while their threads still
+    run. So Python's own exit functions are called here, and nothing after them.
     """
     if world.store is not None:
         dist.barrier(group=world.hosts)
