@@ -327,7 +327,7 @@ class _Tracer:
         self.settings, self.who, self.is_child = settings, who, offset_ns is not None
         self.offset_ns = offset_ns if self.is_child else time.time_ns() - monotonic_ns()
         self.lock = threading.RLock()   # re-entrant: a signal handler may log while its thread is in here
-        self.fd, self.path, self.part, self.continues = -1, "", 0, None
+        self.fd, self.path, self.part = -1, "", 0
         self.limit = int(settings["max_file_size_mb"] * 1e6)
         self.room = -1          # bytes until the file is full; below 0 too if there is something to make up
         self.torn, self.closed = False, False   # torn: the file ends in half a line
@@ -413,7 +413,7 @@ class _Tracer:
             raise self.open_error
         try:
             path = self._new_path()
-            self._adopt(path, self._new_file(path))
+            self._adopt(path, self._new_file(path, self.part))
         except OSError as error:
             self.retry_s, self.open_error = time.monotonic() + RETRY_S, error
             raise
@@ -429,10 +429,11 @@ class _Tracer:
         start = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
         return os.path.join(folder, f"{self.settings['source']}.rank{rank:05d}.{start}.{os.getpid()}.jsonl")
 
-    def _new_file(self, path: str) -> int:
+    def _new_file(self, path: str, part: int) -> int:
         """Create path with the header and the spans still open, or leave nothing. Never somebody else's file:
         O_EXCL, since another host may have the same pid in the same microsecond."""
-        text = (_json(self._header()) + "\n").encode() + b"".join(span.line for span in list(self.open_spans))
+        text = (_json(self._header(part)) + "\n").encode()
+        text += b"".join(span.line for span in list(self.open_spans))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         try:
             while text:
@@ -444,51 +445,49 @@ class _Tracer:
         return fd
 
     def _adopt(self, path: str, fd: int) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.path, self.fd, self.torn, self.checked = path, fd, False, os.fstat(fd).st_size
-        self.limit = max(int(self.settings["max_file_size_mb"] * 1e6), 2 * self.checked)   # much may be open
-        self.room = -1 if self.lost else self.limit - self.checked
+        old, size = self.fd, os.fstat(fd).st_size
+        self.path, self.fd, self.torn, self.checked = path, fd, False, size
+        self.limit = max(int(self.settings["max_file_size_mb"] * 1e6), 2 * size)   # much may be open
+        self.room = -1 if self.lost else self.limit - size
         self._forget_definitions()
+        if old >= 0:
+            os.close(old)
 
-    def _go_on_in(self, path: str, rotates: bool = False) -> None:
-        """Go on in a new file at path, which is complete before it gets that name; or stay where we are."""
-        before = self.part, self.continues
-        self.part, self.continues = self.part + 1, os.path.basename(self.path)
+    def _go_on_in(self, path: str) -> None:
+        """Go on in a new file, whose header says which one it continues."""
+        fd = self._new_file(path, self.part + 1)
+        self.part += 1
+        self._adopt(path, fd)
+
+    def _rotate(self) -> None:
+        """Give the full file the name .1 and go on in a new one, complete before it gets the full one's."""
+        path, new = self.path, self.path[:-len(".jsonl")] + ".next"
         try:
-            new = path[:-len(".jsonl")] + ".next" if rotates else path
-            fd = self._new_file(new)
+            fd = self._new_file(new, self.part + 1)
             try:
-                if rotates:
-                    self._shift(path)
-                    os.replace(new, path)
-                self._adopt(path, fd)
+                self._shift(path)
+                os.replace(new, path)
             except BaseException:
                 os.close(fd)
                 os.unlink(new)
                 raise
-        except BaseException:
-            self.part, self.continues = before
-            raise
+            self.part += 1
+            self._adopt(path, fd)
+        except OSError as error:   # go on in the old file, and try again later
+            self.limit = os.fstat(self.fd).st_size + int(self.settings["max_file_size_mb"] * 1e5)
+            self.complaints.append(error)
 
     def _shift(self, path: str) -> None:
-        # A follower always finds a file under the name: the full one, called .1 as well, or the new one.
         names = [path] + [f"{path}.{i + 1}" for i in range(self.settings["backup_count"])]
-        for i in range(len(names) - 1, 1, -1):
-            if os.path.exists(names[i - 1]):
-                os.replace(names[i - 1], names[i])
+        for older, newer in zip(names[:1:-1], names[-2:0:-1]):
+            if os.path.exists(newer):
+                os.replace(newer, older)
         if len(names) > 1:
+            # A follower always finds a file under the name: the full one, called .1 as well, or the new one.
             try:
                 os.link(path, names[1])
             except OSError:   # a file system without hard links
                 os.replace(path, names[1])
-
-    def _rotate(self) -> None:
-        try:
-            self._go_on_in(self.path, rotates=True)
-        except OSError as error:   # go on in the old file, and try again later
-            self.limit = os.fstat(self.fd).st_size + int(self.settings["max_file_size_mb"] * 1e5)
-            self.complaints.append(error)
 
     def look_for_rank(self) -> None:
         """Give a rank that becomes known late (torch.distributed, no launcher) a file of its own."""
@@ -526,18 +525,18 @@ class _Tracer:
         except OSError as error:
             self.failed(error)
 
-    def _header(self) -> Dict[str, Any]:
+    def _header(self, part: int) -> Dict[str, Any]:
         now_ns, settings = monotonic_ns(), self.settings
         header = {"ph": "M", "v": FORMAT_VERSION, "ts": (now_ns + self.offset_ns) // 1000,
                   "mono_us": now_ns // 1000, "boot_id": _boot_id(), **self.who, "host": socket.gethostname(),
                   "pid": os.getpid(), "source": settings["source"], "worker": _worker_label(self.is_child),
                   "parent": os.getppid() if self.is_child else None, "heartbeat_s": settings["heartbeat_s"],
-                  "stall_timeout_s": settings["stall_timeout_s"], "part": self.part,
+                  "stall_timeout_s": settings["stall_timeout_s"], "part": part,
                   "versions": {"python": "%d.%d.%d" % sys.version_info[:3],
                                "torch": getattr(sys.modules.get("torch"), "__version__", None)}}
         del header["known"]
-        if self.continues:
-            header["continues"] = self.continues
+        if part:
+            header["continues"] = os.path.basename(self.path)
         return header
 
     # -- what goes into a line
