@@ -1200,11 +1200,11 @@ class ResourceUtilizationLogger:
     def after_step(self, state):
         if state.step % self.log_frequency or self._thread is None:
             return None
-        mine = dict(self._latest)
-        table = [mine]
+        # The thread makes a new dict for each sample: no lock is needed.
+        by_rank = {self._rank: self._latest}
         if _world_size() > 1 and (self.per_process or self._device.type != "cpu"):
-            table = self._gather(mine)
-        return self._figures(table)
+            by_rank = self._gather(self._latest)
+        return self._figures(by_rank)
 
     def after_train(self, state):
         if self._thread is not None:
@@ -1233,43 +1233,44 @@ class ResourceUtilizationLogger:
             latest["process/gpu_mem_mb"] = latest.pop("gpu/own_mem_mb")
         return latest
 
-    def _gather(self, mine: dict) -> list[dict]:
-        """Every rank's figures, by one all-gather; NaN stands for absent on the way."""
-        names = [f"{kind}/{name}" for kind, group in (("host", self._host), ("gpu", (*self._gpu, "id")),
-                                                      ("process", self._process)) for name in group]
+    def _gather(self, mine: dict) -> dict[int, dict]:
+        """Rank -> figures, by one all-gather; NaN stands for absent on the way."""
+        groups = {"host": self._host, "gpu": (*self._gpu, "id"), "process": self._process}
+        names = [f"{kind}/{name}" for kind, group in groups.items() for name in group]
         values = [mine.get(name, math.nan) for name in names]
         with self._span("ResourceUtilizationLogger.gather", sync=True) as span:
             span.ready()
             rows = _all_gather(values, torch.float64, _exchange_device("cpu", self._device))
-        return [{name: value for name, value in zip(names, row) if value == value} for row in rows]
+        return {rank: {name: value for name, value in zip(names, row) if not math.isnan(value)}
+                for rank, row in enumerate(rows)}
 
-    def _figures(self, table: list[dict]) -> dict[str, float]:
+    def _figures(self, by_rank: dict[int, dict]) -> dict[str, float]:
         """Metrics from the figures of each rank (or of this one alone)."""
         found: dict[str, float] = {}
+
+        def add_mean_and_max(key: str, figure: str, rows: Any, least_for_max: int) -> None:
+            values = [row[figure] for row in rows if figure in row]
+            if values:
+                found[key] = sum(values) / len(values)
+            if len(values) >= least_for_max:
+                found[f"{key}_max"] = max(values)
+
+        def add_each(owner: str, kind: str, names: tuple, rows: dict[int, dict]) -> None:
+            found.update((f"system/{owner}{rank}/{name}", row[f"{kind}/{name}"]) for rank, row in rows.items()
+                         for name in names if f"{kind}/{name}" in row)
+
+        # A GPU that ranks share counts once, for the first of them.
+        by_id = {row["gpu/id"]: (rank, row) for rank, row in reversed(by_rank.items()) if "gpu/id" in row}
+        gpus = dict(sorted(by_id.values(), key=lambda item: item[0]))
         for name in self._host:
-            values = [row[f"host/{name}"] for row in table if f"host/{name}" in row]
-            found.update(_mean_and_max(f"system/{name}", values, with_max=len(values) > 1))
-        gpus = {}  # rank -> figures, each GPU once when ranks share it
-        for rank, row in enumerate(table):
-            if "gpu/id" in row and row["gpu/id"] not in [figures["gpu/id"] for figures in gpus.values()]:
-                gpus[rank] = row
+            add_mean_and_max(f"system/{name}", f"host/{name}", by_rank.values(), least_for_max=2)
         for name in ("util_percent", "mem_used_mb"):
-            values = [row[f"gpu/{name}"] for row in gpus.values() if f"gpu/{name}" in row]
-            found.update(_mean_and_max(f"system/gpu_{name}", values, with_max=True))
+            add_mean_and_max(f"system/gpu_{name}", f"gpu/{name}", gpus.values(), least_for_max=1)
         if self.log_per_gpu:
-            found.update((f"system/gpu{rank}/{name}", row[f"gpu/{name}"]) for rank, row in gpus.items()
-                         for name in self._gpu if f"gpu/{name}" in row)
+            add_each("gpu", "gpu", self._gpu, gpus)
         if self.per_process:
-            ranks = list(enumerate(table)) if len(table) > 1 else [(self._rank, table[0])]
-            found.update((f"system/rank{rank}/{name}", row[f"process/{name}"]) for rank, row in ranks
-                         for name in self._process if f"process/{name}" in row)
+            add_each("rank", "process", self._process, by_rank)
         return found
-
-
-def _mean_and_max(key: str, values: list[float], with_max: bool) -> dict[str, float]:
-    if not values:
-        return {}
-    return {key: sum(values) / len(values), **({f"{key}_max": max(values)} if with_max else {})}
 
 
 class HostUsage:
@@ -1319,52 +1320,56 @@ def read_cgroup(root: Any = "/sys/fs/cgroup", membership: Any = "/proc/self/cgro
     found: dict[str, Any] = {}
     for line in (_read_text(membership) or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
         if not controllers:  # v2, also beside v1 under "unified"
-            for base in (Path(root), Path(root, "unified")):
-                _read_cgroup_memory(found, base, path, "memory.max", "memory.current", "inactive_file")
-                _read_cgroup_cpu(found, base, path)
-        if "memory" in names:
-            _read_cgroup_memory(found, Path(root, "memory"), path, "memory.limit_in_bytes",
-                                "memory.usage_in_bytes", "total_inactive_file")
-        if "cpu" in names or "cpuset" in names:
-            for base in (Path(root, controllers), Path(root, names[0])):
-                _read_cgroup_cpu(found, base, path)
+            names, bases = {"memory", "cpu"}, (Path(root), Path(root, "unified"))
+        else:  # v1: a tree for each set of controllers, mounted under all their names or the first one's
+            names = set(controllers.split(","))
+            bases = (Path(root, controllers), Path(root, controllers.split(",")[0]))
+        for base in bases:
+            # The group's own folder and those above it; in a container the path can be the host's.
+            own = Path(base, path.lstrip("/"))
+            for level in (own, *own.parents):
+                if level.is_relative_to(base) and level.is_dir():
+                    if "memory" in names:
+                        _read_cgroup_memory(found, level)
+                    if names & {"cpu", "cpuset"}:
+                        _read_cgroup_cpu(found, level)
     return found
 
 
-def _cgroup_levels(base: Path, path: str) -> list[Path]:
-    """The group's folder and those above it, that exist: in a container the path can be the host's."""
-    own = Path(base, path.lstrip("/"))
-    return [level for level in (own, *own.parents) if level.is_relative_to(base) and level.is_dir()]
+def _read_cgroup_memory(found: dict, level: Path) -> None:
+    # v2, then v1: the limit, what is used, and the page cache in it that can go at once.
+    for limit, used, cache in (("memory.max", "memory.current", "inactive_file"),
+                               ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
+        text = _read_text(level / limit) or ""
+        if text.isdigit() and int(text) < found.get("memory_bytes", math.inf):
+            used_bytes = int(_read_text(level / used) or 0) - _read_stat(level / "memory.stat").get(cache, 0)
+            found.update(memory_bytes=int(text), memory_used_bytes=max(used_bytes, 0))
 
 
-def _read_cgroup_memory(found: dict, base: Path, path: str, limit: str, used: str, inactive: str) -> None:
-    for level in _cgroup_levels(base, path):
-        text = _read_text(level / limit)
-        if text and text.isdigit() and int(text) < found.get("memory_bytes", math.inf):
-            stat = dict(line.split()[:2] for line in (_read_text(level / "memory.stat") or "").splitlines())
-            current = int(_read_text(level / used) or 0)
-            found["memory_bytes"] = int(text)
-            found["memory_used_bytes"] = max(current - int(stat.get(inactive, 0)), 0)
+def _read_cgroup_cpu(found: dict, level: Path) -> None:
+    quota, period = (_read_text(level / "cpu.max") or "max 1").split()  # v2
+    if _read_text(level / "cpu.cfs_quota_us"):  # v1, -1 = no limit
+        quota, period = _read_text(level / "cpu.cfs_quota_us"), _read_text(level / "cpu.cfs_period_us")
+    if quota.isdigit() and int(quota) / int(period) < found.get("cpu_cores", math.inf):
+        found["cpu_cores"] = int(quota) / int(period)
+        stat = _read_stat(level / "cpu.stat")
+        nanoseconds = _read_text(level / "cpuacct.usage")  # v1
+        if nanoseconds:
+            found["cpu_used_s"] = int(nanoseconds) / 1e9
+        elif "usage_usec" in stat:
+            found["cpu_used_s"] = stat["usage_usec"] / 1e6
+    texts = (_read_text(level / f"cpuset.{name}") for name in ("cpus.effective", "effective_cpus", "cpus"))
+    cpus = next(filter(None, texts), None)
+    if cpus and "cpus" not in found:
+        ranges = (part.split("-") for part in cpus.split(","))  # "0-2,5"
+        found["cpus"] = {cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
-def _read_cgroup_cpu(found: dict, base: Path, path: str) -> None:
-    for level in _cgroup_levels(base, path):
-        quota, period = (_read_text(level / "cpu.max") or "max 1").split()  # v2
-        if _read_text(level / "cpu.cfs_quota_us"):  # v1
-            quota, period = _read_text(level / "cpu.cfs_quota_us"), _read_text(level / "cpu.cfs_period_us")
-        if quota.isdigit() and int(quota) / int(period) < found.get("cpu_cores", math.inf):
-            found["cpu_cores"] = int(quota) / int(period)
-            stat = dict(line.split()[:2] for line in (_read_text(level / "cpu.stat") or "").splitlines())
-            nanoseconds = _read_text(level / "cpuacct.usage")  # v1
-            if "usage_usec" in stat or nanoseconds:
-                found["cpu_used_s"] = int(nanoseconds) / 1e9 if nanoseconds else int(stat["usage_usec"]) / 1e6
-        cpus = next(filter(None, (_read_text(level / f"cpuset.{name}") for name in
-                                  ("cpus.effective", "effective_cpus", "cpus"))), None)
-        if cpus and "cpus" not in found:
-            ranges = (part.split("-") for part in cpus.split(","))
-            found["cpus"] = {cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)}
+def _read_stat(path: Path) -> dict[str, int]:
+    """Lines "name number" as a dict."""
+    lines = (line.split() for line in (_read_text(path) or "").splitlines())
+    return {name: int(number) for name, number, *_ in lines}
 
 
 def _read_text(path: Any) -> str | None:
@@ -1427,8 +1432,8 @@ class GpuUsage:
             "own_mem_mb": self._own_memory_mb,
             "id": lambda: float(zlib.crc32(str(nvml.nvmlDeviceGetUUID(handle)).encode())),
         }
-        return {name: value for name, value in ((name, self._ask(name, way)) for name, way in ways.items())
-                if value is not None}
+        figures = {name: self._ask(name, way) for name, way in ways.items()}
+        return {name: value for name, value in figures.items() if value is not None}
 
     def _own_memory_mb(self) -> float | None:
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
