@@ -2208,7 +2208,10 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         loss, shares = losses([work[r] for r in ranks])
         usual = median_low(loss)
         costs = [sum(share) for share in shares]
-        if usual < max(MOVING_RATIO * judge.step_us, MOVING_US) or max(costs) > 0.75 * sum(costs):
+        # Noise of many ranks has a latest one as well, but it does not stand alone, and is not so much.
+        alone = median_low([lead_of(meeting) for meeting in zip(*[work[r] for r in ranks])])
+        ratio = MOVING_RATIO if alone > 0.4 and len(ranks) > 3 else 2 * MOVING_RATIO
+        if usual < max(ratio * judge.step_us, MOVING_US) or max(costs) > 0.75 * sum(costs):
             continue
         phase, excess_us, part = leaders_phase(judge, track, work)
         if part < 0.6 or excess_us < max(MOVING_RATIO * judge.step_us, MOVING_US):
@@ -2228,6 +2231,12 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
             f"loader that "
             "reads ahead")
     return None
+
+
+def lead_of(work: Sequence[float]) -> float:
+    """The last rank's lead over the next one, as a part of its lead over the lower median."""
+    ordered = sorted(work)
+    return (ordered[-1] - ordered[-2]) / (ordered[-1] - ordered[(len(ordered) - 1) // 2] or 1.0)
 
 
 def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tuple[str, float, float]:

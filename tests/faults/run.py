@@ -190,7 +190,8 @@ def judge_slow(case, first, summary, step_us, clean_us):
               and (f["ranks"], f["phase"]) not in case.also]
     # Where the machine alone makes as much of a difference as the fault, nothing can be told.
     spread_ms, effect_ms = abs(clean_us[0] - clean_us[1]) / 1000, (step_us - sum(clean_us) / 2) / 1000
-    details.update(spread_ms=spread_ms, decidable=not case.faults or spread_ms < abs(effect_ms))
+    least_ms = abs(effect_ms) if case.faults else 0.15 * step_us / 1000
+    details.update(spread_ms=spread_ms, decidable=spread_ms < least_ms)
     details["others"] = [describe(f) for f in others]
     details["findings"] = summary["findings"]
     if verdict["kind"] == "straggler" and not case.also and case.first is None and case.kind == "straggler":

@@ -47,7 +47,7 @@ TWO = [
     Slow("nothing", "healthy", []),
     *stragglers([1, 0]),
     Slow("nothing_again", "healthy", []),
-    Slow("slow_log_rank0", "straggler", [sleep("log", [0])], [0], "hooks"),
+    Slow("slow_log_rank0", "burst", [sleep("log", [0], 120)], [0], "hooks", period=10),
     Slow("from_step_45", "straggler", [sleep("forward", [1], steps=steps(45))], [1], "forward", first=45),
     Slow("every_7_steps", "burst", [sleep("data", [1], 60, every=7)], [1], "data", period=7),
     Slow("every_10_steps_rank0", "burst", [sleep("hook", [0], 120, every=10)], [0], "hooks", period=10),
