@@ -1,7 +1,7 @@
 """A byte-level GPT and the text that it reads: what recipes/gpt.yaml trains.
 
-Plain PyTorch, nothing of rankscope in it: a model whose forward returns a dict with `loss`, a map-style data set,
-and a hook that writes a text sample when the training has ended.
+Plain PyTorch, nothing of rankscope in it: a model whose forward returns a dict with `loss`, a map-style data
+set, and a hook that writes a text sample when the training has ended.
 """
 
 import glob
@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 VOCABULARY = 256  # every byte is a token
 
 
-# ---- Data ---------------------------------------------------------------------------------------------------------
+# ---- Data --------------------------------------------------------------------------------------------------
 
 
 def text_files(path: str) -> "list[Path]":
-    """The files that path names: one file, a glob, or a folder's *.py and *.txt and *.md files, in sorted order."""
+    """The files of a path, sorted: one file, a glob, or a folder's *.py and *.txt and *.md files."""
     if Path(path).is_dir():
         found = [file for ending in ("*.py", "*.txt", "*.md") for file in Path(path).rglob(ending)]
     else:
@@ -34,11 +34,11 @@ def text_files(path: str) -> "list[Path]":
 class TextBytes(Dataset):
     """Windows of context_bytes + 1 bytes over the files of a path, one after another.
 
-    Files are split by name, not by position, so that no file is in both splits: about one in twenty is `val`. A path
-    that names a single file is split at 95 per cent of its length.
+    Files are split by name, not by position, so that no file is in both splits: about one in twenty is `val`.
+    A path that names a single file is split at 95 per cent of its length.
 
     Args:
-        path: a file, a folder or a glob; None is the source text of the Python standard library that runs this.
+        path: a file, a folder or a glob; None is the source text of the Python standard library that runs.
         split: "train" or "val".
         context_bytes: the length T of a sample.
         max_samples: at most so many samples, spread evenly over the text; None is all of them.
@@ -57,10 +57,12 @@ class TextBytes(Dataset):
             cut = int(len(text) * 0.95)
             text = text[:cut] if split == "train" else text[cut:]
         else:
-            in_val = [zlib.crc32(file.name.encode()) % 20 == 0 for file in files]
-            text = b"\n".join(file.read_bytes() for file, val in zip(files, in_val) if val == (split == "val"))
+            in_val = {file: zlib.crc32(file.name.encode()) % 20 == 0 for file in files}
+            chosen = [file for file in files if in_val[file] == (split == "val")]
+            text = b"\n".join(file.read_bytes() for file in chosen)
         if len(text) <= context_bytes:
-            raise ValueError(f"{root} has {len(text)} bytes of text in {len(files)} files for the split {split!r}; "
+            raise ValueError(f"{root} has {len(text)} bytes of text in {len(files)} files for the split "
+                             f"{split!r}; "
                              f"one sample needs {context_bytes + 1}")
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.context_bytes = context_bytes
@@ -77,7 +79,7 @@ class TextBytes(Dataset):
         return {"tokens": window[:-1], "targets": window[1:]}
 
 
-# ---- Model --------------------------------------------------------------------------------------------------------
+# ---- Model -------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -134,7 +136,7 @@ class ByteGPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: "Tensor | None" = None) -> "dict[str, Tensor | int]":
-        """tokens (B, T) -> logits (B, T, 256); with targets (B, T) also the loss in nats a byte and in bits a byte."""
+        """tokens (B, T) -> logits (B, T, 256); with targets (B, T) also the loss in nats and bits a byte."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
@@ -143,7 +145,8 @@ class ByteGPT(nn.Module):
         if targets is None:
             return {"logits": logits}
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return {"loss": loss, "bits_per_byte": loss / math.log(2), "logits": logits, "num_tokens": tokens.numel()}
+        return {"loss": loss, "bits_per_byte": loss / math.log(2), "logits": logits,
+                "num_tokens": tokens.numel()}
 
     @torch.no_grad()
     def generate(self, prompt: bytes, num_bytes: int, temperature: float = 0.8, seed: int = 0) -> bytes:
@@ -154,11 +157,12 @@ class ByteGPT(nn.Module):
         for _ in range(num_bytes):
             logits = self(tokens[:, -self.context_bytes :])["logits"][0, -1]
             chances = (logits.float() / temperature).softmax(dim=-1).cpu()
-            tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator).to(device)[None]], dim=1)
+            drawn = torch.multinomial(chances, 1, generator=generator).to(device)
+            tokens = torch.cat([tokens, drawn[None]], dim=1)
         return bytes(tokens[0].tolist())
 
 
-# ---- A hook of one's own ------------------------------------------------------------------------------------------
+# ---- A hook of one's own -----------------------------------------------------------------------------------
 
 
 class TextSample:
@@ -177,5 +181,5 @@ class TextSample:
         sharded = any(hasattr(parameter, "full_tensor") for parameter in state.model.parameters())
         if state.rank == 0 and state.error is None and not sharded:
             state.model.eval()
-            text = state.model.generate(self.prompt.encode(), self.num_bytes).decode("utf-8", errors="replace")
+            text = state.model.generate(self.prompt.encode(), self.num_bytes).decode(errors="replace")
             logging.getLogger(__name__).info("a sample of the model:\n%s", text)

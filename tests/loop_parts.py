@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
 class Points(Dataset):
-    """num_samples points of num_features normal numbers and a target each: item i is the same in every process."""
+    """num_samples points of num_features normal numbers and a target each, the same in every process."""
 
     def __init__(self, num_samples: int = 64, num_features: int = 4, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,8 @@ class Regression(nn.Module):
     returns: what forward gives back: "dict", "tensor", "object", "nothing" or "vector".
     """
 
-    def __init__(self, num_features: int = 4, returns: str = "dict", on_rank: int = 0, fail_at: int = 0, nan_at: int = 0,
+    def __init__(self, num_features: int = 4, returns: str = "dict", on_rank: int = 0, fail_at: int = 0,
+                 nan_at: int = 0,
                  warn_at: int = 0, norm: bool = False):
         super().__init__()
         self.layer = nn.Linear(num_features, 1)

@@ -29,13 +29,15 @@ class Job:
         if nproc:
             command = [sys.executable, "-m", "torch.distributed.run", *["--standalone"][:standalone],
                        f"--nproc_per_node={nproc}", *options, ROOT / "train.py"]
-        command += [recipe, f"exp_dir={folder}/exp", *(() if any("resume=" in s for s in settings) else (f"run={run}",))]
+        run_name = () if any("resume=" in setting for setting in settings) else (f"run={run}",)
+        command += [recipe, f"exp_dir={folder}/exp", *run_name]
         self.mark = f"JOB={uuid.uuid4()}"  # in the environment of every process that the job starts
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}
         clean.update({"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}, **(env or {}))
         name, value = self.mark.split("=")
         self.out = open(self.folder / f"out.{value}.txt", "w+")
-        self.process = subprocess.Popen([*map(str, command), *settings], stdout=self.out, stderr=subprocess.STDOUT,
+        command = [*map(str, command), *settings]
+        self.process = subprocess.Popen(command, stdout=self.out, stderr=subprocess.STDOUT,
                                         env={**clean, name: value}, cwd=ROOT, start_new_session=True)
 
     def text(self):
@@ -51,7 +53,8 @@ class Job:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    words = (folder / "cmdline").read_bytes().split(b"\0")
+                    found[int(folder.name)] = b" ".join(words).decode().strip()
             except OSError:
                 continue
         return {pid: line for pid, line in found.items() if line}  # without zombies
@@ -61,8 +64,8 @@ class Job:
         found = {}
         for pid in self.processes():
             try:
-                variables = dict(item.split(b"=", 1) for item in (Path("/proc") / str(pid) / "environ").read_bytes()
-                                 .split(b"\0") if b"=" in item)
+                environ = (Path("/proc") / str(pid) / "environ").read_bytes()
+                variables = dict(item.split(b"=", 1) for item in environ.split(b"\0") if b"=" in item)
                 parent = int((Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[1])
             except OSError:
                 continue
@@ -72,8 +75,9 @@ class Job:
 
     def wait_for(self, text, timeout_s=120, where=None):
         """Until a text is in train.log (or in the file `where`)."""
-        until(lambda: text in (where.read_text() if where and where.exists() else "" if where else self.log()),
-              timeout_s, lambda: f"no {text!r}\n{self.text()[-4000:]}", self.process)
+        where = where or self.run_dir / "train.log"
+        until(lambda: where.exists() and text in where.read_text(errors="replace"), timeout_s,
+              lambda: f"no {text!r}\n{self.text()[-4000:]}", self.process)
 
     def end(self, timeout_s=120):
         """Wait for the end; returns the exit status. Nothing of the job may be left behind."""
@@ -134,8 +138,10 @@ def assert_same(ours, theirs, where=""):
 
 
 def assert_same_run(one, other, num_ranks):
-    """Two run directories hold the same training: every step of every rank, and the last checkpoint, to the bit."""
+    """Two run directories hold the same training: every step of every rank, and the last checkpoint."""
     for rank in range(num_ranks):
         assert journal(one, rank) == journal(other, rank)
     apart = ("attempt", "wandb_id", "recipe")
-    assert_same(*({key: value for key, value in checkpoint(run).items() if key not in apart} for run in (one, other)))
+    kept = ({key: value for key, value in checkpoint(run).items() if key not in apart}
+            for run in (one, other))
+    assert_same(*kept)

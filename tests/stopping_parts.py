@@ -1,4 +1,4 @@
-"""Models, data and hooks for the tests of checkpoints, resume and stopping: every kind of random number is drawn."""
+"""Models, data and hooks for the tests of checkpoints, resume and stopping; they draw random numbers."""
 
 import datetime
 import json
@@ -18,7 +18,7 @@ RANK = int(os.environ.get("RANK", 0))
 
 
 class NoisyPoints(Dataset):
-    """Points with noise of Python's, NumPy's and torch's generators; `index` tells the order of the samples."""
+    """Points with noise of Python's, NumPy's and torch's generators; `index` tells the samples' order."""
 
     def __init__(self, num_samples: int = 64, sleep_s: float = 0.0):
         self.x = torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(5))
@@ -79,7 +79,8 @@ class Journal:
     def after_step(self, state):
         time.sleep(self.step_sleep_s)
         draw = torch.rand(()).item() + random.random() + float(numpy.random.rand())
-        line = [state.step, state.epoch, state.lr, state.outputs["loss"].item(), state.outputs["index"].tolist(), draw]
+        outputs = state.outputs["loss"].item(), state.outputs["index"].tolist()
+        line = [state.step, state.epoch, state.lr, *outputs, draw]
         with open(Path(state.run_dir) / f"journal.rank{RANK}.txt", "a") as file:
             file.write(json.dumps(line) + "\n")
         if state.step == self.at and self.harm:

@@ -1,4 +1,4 @@
-"""What checkpoints hold, what stays whole when writing one fails or is killed, and the histories across starts."""
+"""What checkpoints hold, what stays whole when a write fails or is killed, and histories across starts."""
 
 import io
 import json
@@ -38,7 +38,8 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
         best = {"value": 0.1, "step": 2} if step == 2 else best
         train.write_checkpoint(tmp_path, saved(step, best), keep_last=2)
     assert names(tmp_path) == ["best", "latest", "step_2.pt", "step_4.pt", "step_5.pt"]
-    assert (tmp_path / "best").read_text() == "step_2.pt\n" and (tmp_path / "latest").read_text() == "step_5.pt\n"
+    assert (tmp_path / "best").read_text() == "step_2.pt\n"
+    assert (tmp_path / "latest").read_text() == "step_5.pt\n"
     # Back to step 4, where the best was another: what was newer is replaced.
     train.write_checkpoint(tmp_path, saved(4, {"value": 0.3, "step": 4}), keep_last=1)
     assert names(tmp_path) == ["best", "latest", "step_4.pt"]
@@ -85,7 +86,8 @@ def optimize(optimizer, model, number):
     optimizer.step()
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    "make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor, torch.optim.RMSprop])
 def test_an_optimizer_goes_on_to_the_bit(make):
     """Also with parameters that never had a gradient."""
     model, twin = two_layers(), two_layers()
@@ -122,7 +124,8 @@ def through_a_file(value):
 
 
 def in_own_mounts(commands):
-    if shutil.which("unshare") is None or os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode:
+    is_able = shutil.which("unshare") is not None and os.geteuid() == 0
+    if not is_able or subprocess.run(["unshare", "-m", "true"]).returncode:
         pytest.skip("needs root, to mount a small tmpfs in a mount namespace of its own")
     return run(["unshare", "-m", "sh", "-ec", commands], timeout_s=240)
 
@@ -150,9 +153,11 @@ def test_a_folder_that_became_read_only_is_said(tmp_path):
     job = in_own_mounts(
         f"cd {ROOT}\n{sys.executable} - <<'END'\n"
         f"import subprocess, torch, train\nfrom pathlib import Path\nfolder = Path('{folder}')\n"
-        f"state = torch.load('{state}', weights_only=True)\ntrain.write_checkpoint(folder, {{**state, 'step': 1}}, 2)\n"
+        f"state = torch.load('{state}', weights_only=True)\n"
+        "train.write_checkpoint(folder, {**state, 'step': 1}, 2)\n"
         f"subprocess.run(['mount', '--bind', '-o', 'ro', folder, folder], check=True)\n"
-        f"try:\n    train.write_checkpoint(folder, state, 2)\nexcept train.CheckpointError as error:\n    print(error)\nEND")
+        "try:\n    train.write_checkpoint(folder, state, 2)\n"
+        "except train.CheckpointError as error:\n    print(error)\nEND")
     assert "step_2.pt cannot be written: [Errno 30] Read-only file system" in job.stdout, job.stderr
     assert "step_1.pt is whole" in job.stdout
 
@@ -163,11 +168,12 @@ def test_a_folder_that_became_read_only_is_said(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["in a save", "in a step"])
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path, moment):
-    """torchrun restarts both ranks after each kill; the end is the unbroken run's, and no latest was ever damaged."""
+    """torchrun restarts both ranks after each kill; the end is the unbroken run's, no latest ever damaged."""
     settings = ["save_every=2", "epochs=16", "model.size=1000000", "num_workers=0", "log_every=100"]
     whole = Job(tmp_path, *settings, run="whole")
     assert whole.end(300) == 0, whole.text()
-    torn = Job(tmp_path, *settings, "hooks.Journal.step_sleep_s=0.02", run="torn", options=["--max_restarts=20"])
+    torn = Job(tmp_path, *settings, "hooks.Journal.step_sleep_s=0.02", run="torn",
+               options=["--max_restarts=20"])
     folder, chance = torn.run_dir / "checkpoints", random.Random(0)
     for number in range(20):
         seen = torn.run_dir / "launch" / f"attempt_{number}" / "start.json"
@@ -209,7 +215,8 @@ def test_wandb_has_both_passes_in_one_run(tmp_path):
     folders = sorted((first.run_dir / "wandb").glob("offline-run-*"))
     ids = {folder.name.rsplit("-", 1)[1] for folder in folders}
     assert len(ids) == 1 and ids == {checkpoint(first.run_dir)["wandb_id"]}
-    rows = [row for file in sorted((first.run_dir / "wandb").glob("offline-run-*/*.wandb")) for row in wandb_rows(file)]
+    files = sorted((first.run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    rows = [row for file in files for row in wandb_rows(file)]
     steps = [(int(row["attempt"]), int(row["step"])) for row in rows if "train_batch/loss" in row]
     assert [step for attempt, step in steps if attempt == 1] == list(range(11, 26))
     assert [step for attempt, step in steps if attempt == 0] == list(range(1, 18))
@@ -219,4 +226,5 @@ def wandb_rows(file):
     """The history in a .wandb file."""
     for record in read_wandb(file):
         if record.WhichOneof("record_type") == "history":
-            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                   for item in record.history.item}

@@ -1,4 +1,4 @@
-"""Own time, not waits: whatever makes one rank slow, the traces of train.py give that rank the largest own time."""
+"""Own time, not waits: whatever makes one rank slow, train.py's traces give it the largest own time."""
 
 import json
 import statistics
@@ -14,19 +14,25 @@ PARTS = f"{ROOT}/tests/delay_parts.py"
 
 def own_times(folder, slow_rank, model=(), **settings):
     """Train with the plan of delay_parts; returns {place: [own microseconds a step of rank 0, of rank 1]}."""
-    recipe = {"model": {"target": f"{PARTS}:Layers", **dict(model)}, "train_data": {"target": f"{PARTS}:Points"},
-              "optimizer": {"target": f"{PARTS}:SGD", "lr": 0.0}, "hooks": {"Plan": {"target": f"{PARTS}:Plan"}},
-              "num_workers": 0, "batch_size": 4, "max_steps": len(PLACES) * STEPS, "exp_dir": str(folder / "exp"),
+    recipe = {"model": {"target": f"{PARTS}:Layers", **dict(model)},
+              "train_data": {"target": f"{PARTS}:Points"},
+              "optimizer": {"target": f"{PARTS}:SGD", "lr": 0.0},
+              "hooks": {"Plan": {"target": f"{PARTS}:Plan"}},
+              "num_workers": 0, "batch_size": 4, "max_steps": len(PLACES) * STEPS,
+              "exp_dir": str(folder / "exp"),
               "group": "g", "run": "r", "structured_logging": {"enabled": True}, **settings}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     done = torchrun(2, ROOT / "train.py", folder / "recipe.yaml", env={"SLOW_RANK": str(slow_rank)})
     assert done.returncode == 0, done.stderr
     found = {}
     for index, place in enumerate(PLACES):
-        steps = f"{index * STEPS + 2}:{(index + 1) * STEPS - 1}"  # the first and last may have a part of another place
-        summary = run([sys.executable, ROOT / "trace_tools.py", "summarize", folder / "exp/g/r", "--json", "--steps", steps])
+        # The first and the last step may have a part of another place.
+        steps = f"{index * STEPS + 2}:{(index + 1) * STEPS - 1}"
+        tool = [sys.executable, ROOT / "trace_tools.py", "summarize", folder / "exp/g/r", "--json"]
+        summary = run([*tool, "--steps", steps])
         assert summary.returncode == 0, summary.stderr
-        found[place] = [rank["own_us"] for rank in sorted(json.loads(summary.stdout)["ranks"], key=lambda r: r["rank"])]
+        ranks = json.loads(summary.stdout)["ranks"]
+        found[place] = [rank["own_us"] for rank in sorted(ranks, key=lambda rank: rank["rank"])]
     return found
 
 
@@ -38,7 +44,8 @@ def own_times(folder, slow_rank, model=(), **settings):
     (0, {}, {"accumulate": 2, "epochs": 2}),
     (1, {"unused": True}, {"find_unused_parameters": True}),
     (0, {}, {"static_graph": True}),
-], ids=["plain", "plain, rank 0", "BatchNorm", "BatchNorm, rank 0", "accumulation", "unused parameters", "static graph"])
+], ids=["plain", "plain, rank 0", "BatchNorm", "BatchNorm, rank 0", "accumulation", "unused parameters",
+        "static graph"])
 def test_the_slow_rank_has_the_largest_own_time(tmp_path, slow_rank, model, settings):
     found = own_times(tmp_path, slow_rank, model, **settings)
     for place in PLACES[1:]:
@@ -55,7 +62,7 @@ import train
 from tracing import close_structured_logger, init_structured_logger, log_trace_span, set_step
 
 class Event:
-    '''Stands in for torch.cuda.Event where there is no device; it has passed when four later ones were recorded.'''
+    '''Stands in for torch.cuda.Event without a device; it has passed when four later ones were recorded.'''
     recorded = 0
     def record(self): self.at, self.number = time.perf_counter(), Event.recorded; Event.recorded += 1
     def query(self): return Event.recorded - self.number > 4
@@ -101,7 +108,9 @@ def test_device_times_are_read_later_and_belong_to_their_step(tmp_path):
             if record["ph"] == "C":
                 scalars.setdefault(rank, {})[record["step"]] = record["args"]
                 assert record["step"] < step_now  # written steps later, under its own step
-    assert list(scalars[0]) == list(scalars[1]) == list(range(2, 19))  # the first has no begin, the last are not over
-    own_us, wait_us = ([statistics.median(args[f"device_{what}_us"] for args in scalars[rank].values()) for rank in (0, 1)]
+    # The first has no begin, the last are not over.
+    assert list(scalars[0]) == list(scalars[1]) == list(range(2, 19))
+    own_us, wait_us = ([statistics.median(args[f"device_{what}_us"] for args in scalars[rank].values())
+                        for rank in (0, 1)]
                        for what in ("own", "wait"))
     assert own_us[1] - own_us[0] > 10_000 and wait_us[0] - wait_us[1] > 10_000, scalars

@@ -1,4 +1,4 @@
-"""A run that was stopped or killed and goes on is, to the bit, the run that never was; and every way to say resume=."""
+"""A run that was stopped and goes on is, to the bit, the run that never was; every way to say resume=."""
 
 import shutil
 import socket
@@ -35,11 +35,13 @@ def test_a_restart_by_torchrun_goes_on_as_if_nothing_had_happened(tmp_path):
     """Two ranks, workers; one is killed in the middle of the second epoch, between two checkpoints."""
     settings = ["num_workers=2", "eval_every=4"]
     whole = finish(tmp_path, *settings, run="whole")
-    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=13", "hooks.Journal.on_rank=1",
+    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=13",
+                  "hooks.Journal.on_rank=1",
                   run="torn", options=["--max_restarts=1"])
     assert_same_run(whole.run_dir, torn.run_dir, num_ranks=2)
     log = torn.log()
-    assert "checkpoints/step_10.pt: step 10, epoch 1" in log and log.count("step 10/24") == 1  # all text is kept
+    assert "checkpoints/step_10.pt: step 10, epoch 1" in log
+    assert log.count("step 10/24") == 1  # all text is kept
     assert [path.name for path in sorted(torn.run_dir.glob("launch/*"))] == ["attempt_0", "attempt_1"]
     for key, steps in curves(torn.run_dir).items():
         assert len(steps) == len(set(steps)), f"{key} has a step twice: {steps}"
@@ -48,8 +50,10 @@ def test_a_restart_by_torchrun_goes_on_as_if_nothing_had_happened(tmp_path):
 
 def test_killed_in_the_first_epoch_with_accumulation_and_one_process(tmp_path):
     settings = ["accumulate=4", "train_data.num_samples=76", "save_every=2"]
-    whole = finish(tmp_path, *settings, nproc=0, run="whole")  # 19 micro-batches an epoch: windows of 4, 4, 4, 4, 3
-    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=3", nproc=0, run="torn", expect=-9)
+    # 19 micro-batches an epoch: windows of 4, 4, 4, 4, 3.
+    whole = finish(tmp_path, *settings, nproc=0, run="whole")
+    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=3", nproc=0, run="torn",
+                  expect=-9)
     finish(tmp_path, *settings, f"resume={torn.run_dir}", nproc=0)
     assert_same_run(whole.run_dir, torn.run_dir, num_ranks=1)
     assert len(journal(whole.run_dir)) == 15
@@ -57,9 +61,11 @@ def test_killed_in_the_first_epoch_with_accumulation_and_one_process(tmp_path):
 
 @pytest.mark.long
 def test_a_loader_of_the_users_own_goes_on_in_its_order(tmp_path):
-    settings = [f"train_data={{target: {RECIPE.parent}/stopping_parts.py:shuffling_loader}}", "save_every=7", "max_steps=30"]
+    settings = [f"train_data={{target: {RECIPE.parent}/stopping_parts.py:shuffling_loader}}", "save_every=7",
+                "max_steps=30"]
     whole = finish(tmp_path, *settings, nproc=0, run="whole")
-    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=24", nproc=0, run="torn", expect=-9)
+    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=24", nproc=0, run="torn",
+                  expect=-9)
     finish(tmp_path, *settings, f"resume={torn.run_dir}", nproc=0)
     assert_same_run(whole.run_dir, torn.run_dir, num_ranks=1)
 
@@ -76,7 +82,8 @@ def test_a_run_with_a_best_checkpoint_resumed_from_an_earlier_one(tmp_path):
     finish(tmp_path, *settings, f"resume={again}/checkpoints/step_40.pt", nproc=0)
     assert_same_run(whole.run_dir, again, num_ranks=1)
     assert {path.stem for path in (again / "checkpoints").glob("step_*.pt")} == steps
-    assert (again / "checkpoints" / "best").read_text() == (whole.run_dir / "checkpoints" / "best").read_text()
+    pointers = [run_dir / "checkpoints" / "best" for run_dir in (again, whole.run_dir)]
+    assert pointers[0].read_text() == pointers[1].read_text()
 
 
 def test_fsdp_goes_on_and_its_checkpoint_has_whole_tensors(tmp_path):
@@ -96,7 +103,8 @@ def test_a_restart_of_two_nodes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=two", "--max_restarts=2"]
+    options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=two",
+               "--max_restarts=2"]
     harm = ["hooks.Journal.harm=kill", "hooks.Journal.at=13", "hooks.Journal.on_rank=1"]
     nodes = [Job(tmp_path, *harm, nproc=1, run="torn", options=options, standalone=False) for _ in range(2)]
     assert [node.end(240) for node in nodes] == [0, 0], nodes[0].text() + nodes[1].text()
@@ -110,12 +118,16 @@ def test_a_restart_of_two_nodes(tmp_path):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_every_kind_of_run_goes_on_at_many_steps(tmp_path, nproc, accumulate, workers):
     """Killed three times at steps of all kinds: after the first, in mid-epoch, at an epoch's end."""
-    settings = [f"accumulate={accumulate}", f"num_workers={workers}", "save_every=1", "train_data.num_samples=80"]
+    settings = [f"accumulate={accumulate}", f"num_workers={workers}", "save_every=1",
+                "train_data.num_samples=80"]
     whole = finish(tmp_path, *settings, run="whole", nproc=nproc)
     end = checkpoint(whole.run_dir)["step"]
-    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=2", run="torn", nproc=nproc, expect=1)
+    torn = finish(tmp_path, *settings, "hooks.Journal.harm=kill", "hooks.Journal.at=2", run="torn",
+                  nproc=nproc,
+                  expect=1)
     for step in (3, end // 3 + 1, end // 2 + 2):
-        finish(tmp_path, *settings, f"resume={torn.run_dir}", "hooks.Journal.harm=kill", f"hooks.Journal.at={step}",
+        finish(tmp_path, *settings, f"resume={torn.run_dir}", "hooks.Journal.harm=kill",
+               f"hooks.Journal.at={step}",
                nproc=nproc, expect=1)
     finish(tmp_path, *settings, f"resume={torn.run_dir}", nproc=nproc)
     assert_same_run(whole.run_dir, torn.run_dir, num_ranks=nproc)
@@ -145,7 +157,8 @@ def test_a_damaged_latest_falls_back_to_the_one_before(run_dir, tmp_path):
     whole[len(whole) // 2] ^= 1
     (folder / "step_6.pt").write_bytes(whole)
     job = finish(tmp_path, "max_steps=8", f"resume={run_dir}", nproc=0)
-    assert "step_8.pt is damaged" in job.text() and "step_6.pt is damaged" in (run_dir / "train.log").read_text()
+    assert "step_8.pt is damaged" in job.text()
+    assert "step_6.pt is damaged" in (run_dir / "train.log").read_text()
     assert "step_4.pt: step 4" in job.text() and not list(folder.glob("*.tmp"))
 
 
@@ -163,7 +176,8 @@ PLACES = {
     "not there": (dict(resume="{run}x"), ["no such file or folder", "did you mean finished?"]),
     "without checkpoints": (dict(resume="{run}/launch"), ["no checkpoint there"]),
     "damaged": (dict(resume="{run}/checkpoints/step_4.pt"), ["is damaged", "its run directory"]),
-    "weights not there": (dict(weights="{run}/checkpoints/step_5.pt"), ["no such file", "did you mean step_"]),
+    "weights not there": (dict(weights="{run}/checkpoints/step_5.pt"),
+                          ["no such file", "did you mean step_"]),
 }
 
 
@@ -180,7 +194,8 @@ def test_a_place_without_a_checkpoint_stops_at_once(run_dir, tmp_path, case):
 
 MISTAKES = {
     "finished": ("resume={run}", ["finished, at step 8 of 8", "max_steps="]),
-    "another model": ("resume={run} model.width=5", ["does not fit DropoutNet", "of another shape: first.weight"]),
+    "another model": ("resume={run} model.width=5",
+                      ["does not fit DropoutNet", "of another shape: first.weight"]),
     "no state dict": ("weights={run}/config.yaml", ["config.yaml", "cannot be loaded"]),
 }
 
@@ -188,19 +203,22 @@ MISTAKES = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_what_does_not_fit_is_one_message(run_dir, tmp_path, case):
     settings, texts = MISTAKES[case]
-    job = finish(tmp_path, "max_steps=8", *settings.format(run=run_dir).split(), nproc=0, run="other", expect=2)
+    settings = settings.format(run=run_dir).split()
+    job = finish(tmp_path, "max_steps=8", *settings, nproc=0, run="other", expect=2)
     assert all(text in job.text() for text in texts) and "Traceback" not in job.text(), job.text()
 
 
 def test_another_world_size_and_other_settings_go_on_with_warnings(run_dir, tmp_path):
-    job = finish(tmp_path, "max_steps=20", f"resume={run_dir}/checkpoints/latest", "optimizer.lr=0.5", "seed=1", nproc=2)
+    job = finish(tmp_path, "max_steps=20", f"resume={run_dir}/checkpoints/latest", "optimizer.lr=0.5",
+                 "seed=1",
+                 nproc=2)
     log = (run_dir / "train.log").read_text()
     for text in ("world size has changed since the checkpoint: 1 -> 2 (the rest", "seed has changed",
                  "max_steps has changed since the checkpoint: 8 -> 20", "optimizer has changed"):
         assert text in log, job.text()
     seen = [journal(run_dir, rank) for rank in range(2)]
     assert max(seen[0]) == max(seen[1]) == 20 and seen[0][9][1] == 0 and seen[0][9][2] > 0.1
-    # 8 steps of 4 samples on one rank are 4 steps on two: 12 of the 20 are left, the epoch ends after 4 of them.
+    # 8 steps of 4 samples on one rank are 4 steps on two: 12 of the 20 are left, the epoch ends in 4.
     assert [seen[0][step][1] for step in (12, 13)] == [0, 1]
 
 
@@ -212,7 +230,8 @@ def test_weights_alone(run_dir, tmp_path):
     settings = ["max_steps=1", f"weights={tmp_path}/odd.pt", "optimizer.lr=0"]
     strict = finish(tmp_path, *settings, nproc=0, run="strict", expect=2).text()
     loose = finish(tmp_path, *settings, "weights_strict=False", nproc=0, run="loose")
-    for text in ("missing: last.bias", "unexpected: extra", "of another shape: first.weight (in the file (2, 2), in the"
+    for text in ("missing: last.bias", "unexpected: extra",
+                 "of another shape: first.weight (in the file (2, 2), in the"
                  " model (8, 4))"):
         assert text in strict and text in loose.log()
     assert torch.equal(checkpoint(loose.run_dir)["model"]["last.weight"], saved["last.weight"])

@@ -1,4 +1,4 @@
-"""train.py as a user meets it: real torchrun jobs on gloo, judged by train.log, the event files and the exit codes."""
+"""train.py as a user meets it: real torchrun jobs, judged by train.log, event files and exit codes."""
 
 import json
 import math
@@ -22,7 +22,8 @@ TRAIN = ROOT / "train.py"
 
 def write_recipe(folder, **settings):
     """A recipe of the test parts; settings replace the default ones."""
-    recipe = {"model": {"target": "loop_parts.py:Regression"}, "train_data": {"target": "loop_parts.py:Points"},
+    recipe = {"model": {"target": "loop_parts.py:Regression"},
+              "train_data": {"target": "loop_parts.py:Points"},
               "num_workers": 0, "batch_size": 4, "log_every": 2, "schedule": {"kind": "constant"}, **settings}
     for component in [*recipe.values(), *recipe.get("hooks", {}).values()]:
         if isinstance(component, dict) and str(component.get("target", "")).startswith("loop_parts.py"):
@@ -49,7 +50,8 @@ def scalars(run_dir):
     """All scalars of the event files: {tag: {step: value}}."""
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    tags = events.Tags()["scalars"]
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +59,12 @@ def two_ranks(tmp_path_factory):
     """Two ranks, two epochs of 8 steps, accumulation, clipping, evaluation, a hook of the user's."""
     folder = tmp_path_factory.mktemp("two_ranks")
     done, run_dir = train(
-        folder, 2, val_data={"target": "loop_parts.py:Points", "num_samples": 13}, epochs=2, accumulate=2, batch_size=2,
+        folder, 2, val_data={"target": "loop_parts.py:Points", "num_samples": 13}, epochs=2, accumulate=2,
+        batch_size=2,
         optimizer={"target": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.1}, clip_norm=1.0,
         schedule={"kind": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1},
-        hooks={"IterationTimer": {}, "InformationWriter": {}, "StepNoter": {"target": "loop_parts.py:StepNoter"}})
+        hooks={"IterationTimer": {}, "InformationWriter": {},
+               "StepNoter": {"target": "loop_parts.py:StepNoter"}})
     assert done.returncode == 0, done.stdout + done.stderr
     return run_dir, done
 
@@ -81,11 +85,13 @@ def test_train_log_has_a_line_a_log_step_and_says_how_it_ended(two_ranks):
 def test_every_metric_is_there_at_its_steps(two_ranks):
     metrics = scalars(two_ranks[0])
     every_step = list(range(1, 17))
-    for tag in ("train_batch/loss", "train_batch/largest", "params/lr", "noted/step", "noted/samples", "epoch", "attempt"):
+    for tag in ("train_batch/loss", "train_batch/largest", "params/lr", "noted/step", "noted/samples",
+                "epoch", "attempt"):
         assert list(metrics[tag]) == every_step, tag
     for tag in ("train/loss", "train/largest", "val/loss", "val/largest"):
         assert list(metrics[tag]) == [8, 16], tag
-    for tag in ("speed/samples_per_s", "speed/tokens_per_s", "speed/steps_per_s", "speed/data_s", "speed/batch_s"):
+    for name in ("samples_per_s", "tokens_per_s", "steps_per_s", "data_s", "batch_s"):
+        tag = f"speed/{name}"
         assert list(metrics[tag]) == every_step[1::2], tag
     assert not [tag for tag in metrics if "num_tokens" in tag or "errors" in tag]
     assert [metrics["epoch"][step] for step in (1, 7, 9, 16)] == [0, 0, 1, 1]
@@ -100,7 +106,8 @@ def test_learning_rate_follows_the_schedule(two_ranks):
     for step in range(1, 5):
         assert lr[step] == pytest.approx(0.1 * step / 4)
     for step in range(5, 17):
-        assert lr[step] == pytest.approx(0.1 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 5) / 11))), rel=1e-5)
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 5) / 11))
+        assert lr[step] == pytest.approx(0.1 * (0.1 + 0.9 * cosine), rel=1e-5)
 
 
 def test_the_run_can_be_told_and_run_again_from_its_directory(two_ranks):
@@ -128,10 +135,12 @@ def test_a_used_run_directory_is_never_written_into(two_ranks):
 
 @pytest.mark.parametrize("nproc, batch_size, accumulate", [(0, 8, 1), (2, 2, 2)])
 def test_the_same_global_batch_trains_alike(tmp_path, two_ranks, nproc, batch_size, accumulate):
-    """One process with 8 samples a step follows two ranks with 2 x 2: shuffling, reduction and clipping agree."""
+    """One process with 8 samples a step follows two ranks with 2 x 2: order, reduction and clipping agree."""
     done, run_dir = train(
-        tmp_path, nproc, val_data={"target": "loop_parts.py:Points", "num_samples": 13}, epochs=2, accumulate=accumulate,
-        batch_size=batch_size, optimizer={"target": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.1}, clip_norm=1.0,
+        tmp_path, nproc, val_data={"target": "loop_parts.py:Points", "num_samples": 13}, epochs=2,
+        accumulate=accumulate,
+        batch_size=batch_size, clip_norm=1.0,
+        optimizer={"target": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.1},
         schedule={"kind": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1})
     assert done.returncode == 0, done.stdout + done.stderr
     mine, theirs = scalars(run_dir), scalars(two_ranks[0])
@@ -142,7 +151,8 @@ def test_the_same_global_batch_trains_alike(tmp_path, two_ranks, nproc, batch_si
 @pytest.mark.parametrize("nproc", [0, 2, 3])
 def test_evaluation_is_an_exact_mean(tmp_path, nproc):
     """11 samples in batches of 4: uneven batches, uneven shares."""
-    done, run_dir = train(tmp_path, nproc, "max_steps=1", "epochs=1", "eval_every=1", model={"target": "loop_parts.py:MeanOfX"},
+    done, run_dir = train(tmp_path, nproc, "max_steps=1", "epochs=1", "eval_every=1",
+                          model={"target": "loop_parts.py:MeanOfX"},
                           val_data={"target": "loop_parts.py:Points", "num_samples": 11, "seed": 5},
                           optimizer={"target": "torch.optim.SGD", "lr": 0.0})
     assert done.returncode == 0, done.stderr
@@ -152,10 +162,12 @@ def test_evaluation_is_an_exact_mean(tmp_path, nproc):
     assert scalars(run_dir)["val/loss"] == {1: pytest.approx(Points(11, seed=5).x.mean().item(), rel=1e-6)}
 
 
-@pytest.mark.parametrize("precision, parallel", [("bf16", "ddp"), ("fp16", "ddp"), ("fp32", "fsdp"), ("bf16", "fsdp")])
+@pytest.mark.parametrize("precision, parallel",
+                         [("bf16", "ddp"), ("fp16", "ddp"), ("fp32", "fsdp"), ("bf16", "fsdp")])
 def test_precisions_and_parallelism_learn(tmp_path, precision, parallel):
     fsdp = {"fsdp_blocks": ["Linear"]} if parallel == "fsdp" else {}
-    done, run_dir = train(tmp_path, 2, precision=precision, parallel=parallel, epochs=2, clip_norm=1.0, **fsdp,
+    done, run_dir = train(tmp_path, 2, precision=precision, parallel=parallel, epochs=2, clip_norm=1.0,
+                          **fsdp,
                           val_data={"target": "loop_parts.py:Points", "num_samples": 5},
                           optimizer={"target": "torch.optim.AdamW", "lr": 0.1})
     assert done.returncode == 0, done.stderr
@@ -165,7 +177,8 @@ def test_precisions_and_parallelism_learn(tmp_path, precision, parallel):
 
 @pytest.mark.parametrize("returns", ["tensor", "object"])
 def test_other_forms_of_output(tmp_path, returns):
-    done, run_dir = train(tmp_path, 0, "max_steps=2", model={"target": "loop_parts.py:Regression", "returns": returns})
+    done, run_dir = train(tmp_path, 0, "max_steps=2",
+                          model={"target": "loop_parts.py:Regression", "returns": returns})
     assert done.returncode == 0, done.stderr
     assert list(scalars(run_dir)["train_batch/loss"]) == [1, 2]
 
@@ -180,7 +193,8 @@ def test_a_model_without_a_loss_is_told_so(tmp_path, returns, message):
 
 
 def test_values_that_are_not_finite_are_named_once(tmp_path):
-    done, run_dir = train(tmp_path, 0, "max_steps=4", model={"target": "loop_parts.py:Regression", "nan_at": 2})
+    model = {"target": "loop_parts.py:Regression", "nan_at": 2}
+    done, run_dir = train(tmp_path, 0, "max_steps=4", model=model)
     assert done.returncode == 0, done.stderr
     log = (run_dir / "train.log").read_text()
     assert log.count("train_batch/loss is nan at step 2") == 1 and log.count("train_batch/loss is nan") == 1
@@ -191,11 +205,13 @@ def test_values_that_are_not_finite_are_named_once(tmp_path):
 
 
 def test_a_failing_rank_is_named_everywhere(tmp_path):
-    done, run_dir = train(tmp_path, 2, model={"target": "loop_parts.py:Regression", "on_rank": 1, "fail_at": 3})
+    model = {"target": "loop_parts.py:Regression", "on_rank": 1, "fail_at": 3}
+    done, run_dir = train(tmp_path, 2, model=model)
     assert done.returncode == 1
     assert "ArithmeticError: the model was told to fail" in done.stderr  # torchrun's summary
     log, own = (run_dir / "train.log").read_text(), (run_dir / "train.rank1.log").read_text()
-    assert re.search(r"ERROR +failed: ArithmeticError: the model was told to fail \(rank 1 on \S+, step 3\)", log)
+    words = r"ERROR +failed: ArithmeticError: the model was told to fail \(rank 1 on \S+, step 3\)"
+    assert re.search(words, log)
     assert "see train.rank1.log" in log
     assert "Traceback" in own and "loop_parts.py" in own and "step 3" in own
     assert list(scalars(run_dir)["train_batch/loss"]) == [1, 2]  # nothing that was logged is lost
@@ -204,11 +220,13 @@ def test_a_failing_rank_is_named_everywhere(tmp_path):
 def test_a_failing_hook_ends_the_run_by_name(tmp_path):
     done, run_dir = train(tmp_path, 2, hooks={"Mine": {"target": "loop_parts.py:StepNoter", "fail_at": 2}})
     assert done.returncode == 1
-    assert "hook 'Mine' failed in after_backward at step 2: ValueError: the hook was told to fail" in done.stderr
+    words = "hook 'Mine' failed in after_backward at step 2: ValueError: the hook was told to fail"
+    assert words in done.stderr
 
 
 def test_warnings_of_other_ranks_get_a_file_that_train_log_names(tmp_path):
-    done, run_dir = train(tmp_path, 2, "max_steps=3", model={"target": "loop_parts.py:Regression", "on_rank": 1, "warn_at": 2})
+    model = {"target": "loop_parts.py:Regression", "on_rank": 1, "warn_at": 2}
+    done, run_dir = train(tmp_path, 2, "max_steps=3", model=model)
     assert done.returncode == 0, done.stderr
     assert "see train.rank1.log" in (run_dir / "train.log").read_text()
     own = (run_dir / "train.rank1.log").read_text()
@@ -218,7 +236,8 @@ def test_warnings_of_other_ranks_get_a_file_that_train_log_names(tmp_path):
 def test_more_processes_than_gpus_is_one_message(tmp_path):
     """The count of GPUs is the lowest layer that can be replaced where torch has no CUDA."""
     fake = tmp_path / "fake.py"
-    fake.write_text(f"import runpy, sys, torch\ntorch.cuda.device_count = lambda: 1\nsys.argv[0] = {str(TRAIN)!r}\n"
+    fake.write_text("import runpy, sys, torch\ntorch.cuda.device_count = lambda: 1\n"
+                    f"sys.argv[0] = {str(TRAIN)!r}\n"
                     f"sys.path.insert(0, {str(ROOT)!r})\nrunpy.run_path(sys.argv[0], run_name='__main__')\n")
     done, run_dir = train(tmp_path, 2, script=fake)
     assert done.returncode == 1
@@ -231,20 +250,23 @@ def test_more_processes_than_gpus_is_one_message(tmp_path):
 
 
 def test_data_without_a_length_ends_on_all_ranks_together(tmp_path):
-    done, run_dir = train(tmp_path, 2, train_data={"target": "loop_parts.py:Stream", "num_samples": 24, "extra": 7}, epochs=2)
+    stream = {"target": "loop_parts.py:Stream", "num_samples": 24, "extra": 7}
+    done, run_dir = train(tmp_path, 2, train_data=stream, epochs=2)
     assert done.returncode == 0, done.stderr
     assert "done: 12 steps, 2 epochs" in (run_dir / "train.log").read_text()
 
 
 def test_a_length_that_is_too_long_is_told(tmp_path):
-    done, run_dir = train(tmp_path, 0, train_data={"target": "loop_parts.py:Stream", "has_length": True, "num_samples": 12},
+    stream = {"target": "loop_parts.py:Stream", "has_length": True, "num_samples": 12}
+    done, run_dir = train(tmp_path, 0, train_data=stream,
                           epochs=2)
     assert done.returncode == 0, done.stderr
     assert "done: 6 steps, 2 epochs" in (run_dir / "train.log").read_text()
 
 
 def test_schedules_that_must_know_their_end_say_so(tmp_path):
-    done, run_dir = train(tmp_path, 0, train_data={"target": "loop_parts.py:Stream"}, schedule={"kind": "cosine"})
+    done, run_dir = train(tmp_path, 0, train_data={"target": "loop_parts.py:Stream"},
+                          schedule={"kind": "cosine"})
     assert done.returncode == 2
     assert "schedule.kind=cosine must know where it ends" in done.stderr and "Traceback" not in done.stderr
 
@@ -257,7 +279,8 @@ def test_a_loader_of_the_users_own(tmp_path):
 
 
 def test_set_epoch_is_called_and_workers_load(tmp_path):
-    done, run_dir = train(tmp_path, 0, epochs=3, num_workers=2, train_data={"target": "loop_parts.py:EpochNoter", "num_samples": 8})
+    done, run_dir = train(tmp_path, 0, epochs=3, num_workers=2,
+                          train_data={"target": "loop_parts.py:EpochNoter", "num_samples": 8})
     assert done.returncode == 0, done.stderr
     assert re.findall(r"set_epoch\((\d)\)", (run_dir / "train.log").read_text()) == ["0", "1", "2"]
 
@@ -268,7 +291,8 @@ def test_set_epoch_is_called_and_workers_load(tmp_path):
 def test_a_terminal_shows_progress_as_one_live_line(tmp_path):
     recipe = write_recipe(tmp_path, max_steps=6)
     main, child = pty.openpty()
-    process = subprocess.Popen([sys.executable, TRAIN, recipe, f"exp_dir={tmp_path}/exp"], stdout=child, stderr=child,
+    command = [sys.executable, TRAIN, recipe, f"exp_dir={tmp_path}/exp"]
+    process = subprocess.Popen(command, stdout=child, stderr=child,
                                stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(child)
     shown, deadline = b"", time.monotonic() + 120
@@ -285,15 +309,16 @@ def test_a_terminal_shows_progress_as_one_live_line(tmp_path):
 
 
 def test_two_nodes(tmp_path):
-    """Two agents on loopback, one process each: one run directory, one writer, both hosts' ranks train together."""
+    """Two agents on loopback, one process each: one run directory, one writer, both train together."""
     recipe = write_recipe(tmp_path, epochs=1)
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d",
-               f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two", f"--local-addr=127.0.0.1", str(TRAIN), str(recipe),
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
+               "--rdzv-backend=c10d", "--rdzv-id=two", "--local-addr=127.0.0.1",
+               f"--rdzv-endpoint=127.0.0.1:{port}", str(TRAIN), str(recipe),
                f"exp_dir={tmp_path}/exp", "group=g", "run=r"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -12,9 +12,10 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 
 def read_wandb(path):
-    """The records of a .wandb file: a 7-byte header, then the LevelDB log format (blocks of 32 KiB, CRCs unchecked).
+    """The records of a .wandb file: a 7-byte header, then the LevelDB log format (no CRC is checked).
 
-    A chunk is crc (4), length (2), type (1: full, 2: first, 3: middle, 4: last) and data; a block's rest is zeros.
+    A chunk is crc (4), length (2), type (1 full, 2 first, 3 middle, 4 last) and data; a block's rest is
+    zeros.
     """
     data, position, parts, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
@@ -42,7 +43,8 @@ def history(run_dir):
     for record in records:
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                         for item in record.history.item})
         elif kind == "run":
             config.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
         elif kind == "exit":
@@ -54,7 +56,8 @@ def history(run_dir):
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wandb")
     done, run_dir = train(folder, 2, "use_wandb=True", "wandb_name=somebody's name",
-                          val_data={"target": "loop_parts.py:Points", "num_samples": 5}, epochs=2, eval_every=3,
+                          val_data={"target": "loop_parts.py:Points", "num_samples": 5}, epochs=2,
+                          eval_every=3,
                           env={"WANDB_MODE": "offline"})
     assert done.returncode == 0, done.stderr
     return run_dir
@@ -79,7 +82,8 @@ def test_the_resolved_recipe_is_the_config(two_ranks):
     rows, config, exit_code, records = history(two_ranks)
     assert config["epochs"] == 2 and config["schedule"]["kind"] == "constant"
     assert config["model"]["target"].endswith("loop_parts.py:Regression")
-    (run,) = {(r.run.project, r.run.run_group, r.run.display_name) for r in records if r.WhichOneof("record_type") == "run"}
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    (run,) = {(run.project, run.run_group, run.display_name) for run in runs}
     assert run == ("rankscope", "g", "somebody's name")
 
 
@@ -101,7 +105,8 @@ def test_without_a_key_it_is_offline_with_one_warning_and_never_prompts(tmp_path
 
 
 def test_a_failed_run_is_marked_failed(tmp_path):
-    done, run_dir = train(tmp_path, 2, "use_wandb=True", model={"target": "loop_parts.py:Regression", "fail_at": 3})
+    model = {"target": "loop_parts.py:Regression", "fail_at": 3}
+    done, run_dir = train(tmp_path, 2, "use_wandb=True", model=model)
     assert done.returncode == 1
     rows, config, exit_code, records = history(run_dir)
     assert [row["step"] for row in rows] == [1, 2] and exit_code == 1
@@ -111,6 +116,7 @@ def test_odd_config_values_are_text(tmp_path):
     sys.path.insert(0, str(ROOT))
     import train as train_script
 
-    odd = {"day": date(2026, 1, 2), "path": ROOT, "nan": float("nan"), 3: [float("inf"), None, True, (1, "x")]}
+    odd = {"day": date(2026, 1, 2), "path": ROOT, "nan": float("nan"),
+           3: [float("inf"), None, True, (1, "x")]}
     assert train_script.as_plain(odd) == {"day": "2026-01-02", "path": str(ROOT), "nan": "nan",
                                           "3": ["inf", None, True, [1, "x"]]}

@@ -34,10 +34,13 @@ def run_id(run_dir):
 
 @pytest.fixture(scope="module")
 def resumed(server, tmp_path_factory):
-    """Two ranks; rank 0 kills itself after step 6, once the server has step 5, and torchrun starts both anew."""
+    """Two ranks; rank 0 kills itself after step 6, once the server has step 5; torchrun starts both anew."""
     folder = tmp_path_factory.mktemp("resumed")
     job = wandb_job(folder, server, {"wait_at": 6, "kill_at": 6}, save_every=2, epochs=2)
-    until_sent(job, folder, lambda: any(row.get("step") == 5 for run in list(server.runs) for row in server.rows(run)))
+    def has_step_5():
+        return any(row.get("step") == 5 for run in list(server.runs) for row in server.rows(run))
+
+    until_sent(job, folder, has_step_5)
     assert job.end(150) == 0, job.text()  # and nothing is left behind
     return job.run_dir, run_id(job.run_dir)
 
@@ -45,7 +48,8 @@ def resumed(server, tmp_path_factory):
 def wandb_job(folder, server, trouble, **settings):
     hooks = {"Trouble": {"target": TROUBLE, "awaited": f"{folder}/sent", **trouble}}
     recipe = write_recipe(folder, hooks=hooks, use_wandb=True, **settings)
-    return Job(folder, recipe=recipe, options=["--max_restarts=1"], env={**server.env, "WANDB_MODE": "online"})
+    env = {**server.env, "WANDB_MODE": "online"}
+    return Job(folder, recipe=recipe, options=["--max_restarts=1"], env=env)
 
 
 def until_sent(job, folder, condition):
@@ -65,7 +69,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_run_with_both_passes(server, r
     assert len(set(seen)) == len(seen)
     first, second = ([step for attempt, step in seen if attempt == number] for number in (0, 1))
     assert first[:5] == [1, 2, 3, 4, 5] and second[-1] == 16
-    assert second == list(range(second[0], 17)) and second[0] <= 7  # replayed from the checkpoint on, or nearly
+    assert second == list(range(second[0], 17)) and second[0] <= 7  # from the checkpoint on, or nearly
     steps = [row["_step"] for row in server.rows(run)]
     assert steps == sorted(set(steps))  # W&B's own count goes on: it would drop the row else
     assert server.runs[run]["exit_code"] == 0
@@ -83,8 +87,10 @@ def test_its_config_is_the_resolved_recipe(server, resumed):
 
 def test_nothing_is_uploaded_but_metrics_and_the_facts_of_the_run(server, resumed):
     run = server.runs[resumed[1]]
-    assert set(run["files"]) <= {"wandb-metadata.json", "requirements.txt", "wandb-summary.json", "config.yaml"}
-    assert set(run["lines"]) <= {"wandb-history.jsonl", "wandb-events.jsonl", "wandb-summary.json"}  # no console
+    assert set(run["files"]) <= {"wandb-metadata.json", "requirements.txt", "wandb-summary.json",
+                                 "config.yaml"}
+    assert set(run["lines"]) <= {"wandb-history.jsonl", "wandb-events.jsonl",
+                                 "wandb-summary.json"}  # no console
 
 
 @pytest.mark.long
@@ -103,10 +109,12 @@ def test_without_a_key_that_is_accepted_it_is_offline_and_a_terminal_is_never_as
     with WandbServer(status=401) as refusing:
         env = {**os.environ, **refusing.env, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path),
                "NETRC": str(tmp_path / "netrc")}
-        kept = {key: value for key, value in env.items() if value is not None and (has_key or key != "WANDB_API_KEY")}
+        left_out = () if has_key else ("WANDB_API_KEY",)
+        kept = {key: value for key, value in env.items() if value is not None and key not in left_out}
         main, child = pty.openpty()
         command = [sys.executable, TRAIN, recipe, f"exp_dir={tmp_path}/exp", "group=g", "run=r"]
-        process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True, env=kept)
+        process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, start_new_session=True,
+                                   env=kept)
         os.close(child)
         try:
             shown = read_until_closed(main, 150)
@@ -137,5 +145,6 @@ def test_a_server_that_is_slow_to_start_gets_every_row_when_training_lasts_longe
         job = wandb_job(tmp_path, slow, {"wait_at": 3})
         until_sent(job, tmp_path, lambda: slow.runs)
         assert job.end(150) == 0, job.text()
-        assert [row["step"] for row in slow.rows(run_id(job.run_dir)) if "train_batch/loss" in row] == list(range(1, 9))
+        rows = slow.rows(run_id(job.run_dir))
+        assert [row["step"] for row in rows if "train_batch/loss" in row] == list(range(1, 9))
     assert not list(job.run_dir.glob("events*"))
