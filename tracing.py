@@ -100,6 +100,7 @@ RANKS_A_FOLDER = 256  # larger jobs get a sub-folder for each so many ranks
 WORKERS_UP_TO = 64    # ranks up to which data-loader workers are traced unless trace_workers says otherwise
 SLOW_WRITE_S = 1.0    # a write that takes longer is named, once
 RETRY_S = 1.0         # between attempts to open a file that could not be opened
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")   # floats that strict JSON has as text only
 
 _log = logging.getLogger(__name__)
 _tracer: Optional["_Tracer"] = None   # the process's tracer; None: off
@@ -129,8 +130,7 @@ def _plain(value: Any, depth: int, budget: list) -> Any:
         if isinstance(value, int):
             return int(value) if value.bit_length() <= 64 else _cut(hex(value))
         if isinstance(value, float):
-            value = float(value)
-            return value if math.isfinite(value) else _NOT_FINITE[str(value)]
+            return float(value) if math.isfinite(value) else json.dumps(float(value))
         if isinstance(value, (bytes, bytearray)):
             return _cut(bytes(value[:MAX_TEXT + 1]).decode("utf-8", "backslashreplace"))
         if isinstance(value, dict):
@@ -146,8 +146,6 @@ def _plain(value: Any, depth: int, budget: list) -> Any:
         pass
     return _plain(_text(value), depth, budget)
 
-
-_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def _text(value: Any) -> str:
@@ -174,6 +172,12 @@ class _Step:
 
 _step_everywhere = _Step()
 _step_here: ContextVar = ContextVar("step", default=_step_everywhere)
+
+
+def _task() -> Any:
+    """The asyncio task that is running in this thread, or None."""
+    loop = _get_running_loop()
+    return None if loop is None else current_task(loop)
 
 
 def _step_texts(here: _Step) -> Tuple[str, str]:
@@ -204,16 +208,19 @@ def set_step(step: int, *, relative_step: Optional[int] = None) -> None:
             tracer.failed(error)
 
 
+def _numbered() -> _Step:
+    here = _step_here.get()
+    return here if here.step is not None else _step_everywhere
+
+
 def get_step() -> Optional[int]:
     """Return the current step, or None."""
-    here = _step_here.get()
-    return here.step if here.step is not None else _step_everywhere.step
+    return _numbered().step
 
 
 def get_relative_step() -> Optional[int]:
     """Return the number of steps since this process started, or None."""
-    here = _step_here.get()
-    return here.relative_step if here.step is not None else _step_everywhere.relative_step
+    return _numbered().relative_step
 
 
 def get_step_tags() -> Tuple[str, ...]:
@@ -226,15 +233,14 @@ def add_step_tag(tag: str) -> None:
     global _step_everywhere
     if _is_compiling():
         return
-    loop = _get_running_loop()
-    in_task = loop is not None and current_task(loop) is not None
-    state = _step_here.get() if in_task else _step_everywhere
-    if tag not in state.tags:
-        state = _Step(state.step, state.relative_step, state.tags + (tag,))
-        if in_task:
-            _step_here.set(state)
+    task = _task()
+    before = _step_everywhere if task is None else _step_here.get()
+    if tag not in before.tags:
+        tagged = _Step(before.step, before.relative_step, before.tags + (tag,))
+        if task is None:
+            _step_everywhere = tagged
         else:
-            _step_everywhere = state
+            _step_here.set(tagged)
     if _tracer is not None:
         _tracer.tagged = True
 
@@ -309,15 +315,16 @@ def _boot_id() -> Optional[str]:
 # ---- 4. The file: one write a record, under a lock because of short writes and rotation ----
 
 class _Name:
-    """What a name needs at each call: its JSON text, the longest span so far, the call sites in the file."""
-    __slots__ = ("text", "longest_us", "code", "lasti", "sites")
+    """What a name needs at each call: its JSON text, the longest span so far, where it was last called."""
+    __slots__ = ("text", "longest_us", "code", "lasti", "places")
 
     def __init__(self, name: str):
         self.text, self.longest_us = f'"name":{_json(name)}', 0
         self.forget()
 
     def forget(self) -> None:
-        self.code, self.lasti, self.sites = None, -1, {}   # the last site; all: (id of code, offset) -> code
+        self.code, self.lasti = None, -1   # the last call site, as Python's own objects: quick to compare
+        self.places: set = set()           # all, as the file has them
 
 
 class _Tracer:
@@ -558,17 +565,14 @@ class _Tracer:
 
     def definition(self, info: _Name, frame: Any, function: Any = None) -> bytes:
         """The D record of a call site, or nothing if this file has it."""
-        code, site = frame.f_code, (id(frame.f_code), frame.f_lasti)
+        code, line = frame.f_code, frame.f_lineno
         info.code, info.lasti = code, frame.f_lasti
-        if site in info.sites:
-            return b""
-        if len(info.sites) >= MAX_NAMES:
-            info.sites.clear()
-        info.sites[site] = code   # holds the code object, or its id could come again
-        line = frame.f_lineno
         if frame.f_globals.get("__name__", "").startswith("asyncio.") and hasattr(function, "__code__"):
             code, line = function.__code__, function.__code__.co_firstlineno   # a task has no caller
         place = f"{code.co_filename}:{line}:{getattr(code, 'co_qualname', code.co_name)}"
+        if place in info.places:
+            return b""
+        info.places.add(place)
         return f'{{"ph":"D",{info.text},"at":{_json(place)}}}\n'.encode()
 
     def where(self) -> str:
@@ -580,8 +584,7 @@ class _Tracer:
                 text = self.threads.text = f',"tid":{threading.get_native_id()}'
                 name = _json(threading.current_thread().name)
                 self.write(f'{{"ph":"D"{text},"at":{name}}}\n'.encode())
-        loop = _get_running_loop()
-        task = current_task(loop) if loop is not None else None
+        task = _task()
         return text if task is None else f'{text},"task":{_json(task.get_name())}'
 
     def instant(self, name: str, args: Any = None, definition: bytes = b"", where: str = "") -> None:
@@ -813,7 +816,7 @@ def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, s
         texts, definitions = [], b""
         for name, value in scalars.items():
             info = tracer.names.get(name) or tracer.name(name)
-            if not info.sites:
+            if not info.places:
                 definitions += tracer.definition(info, _caller(stacklevel))
             kind = type(value)
             if not (kind is float and value - value == 0.0 or kind is int and -2**63 <= value < 2**63):
@@ -837,7 +840,7 @@ def _number_text(value: Any) -> Optional[str]:
     if isinstance(value, (str, bytes, bool)):
         return None
     plain = _plain(value, 2, [2])
-    is_number = type(plain) in (int, float) or isinstance(value, int) or plain in _NOT_FINITE.values()
+    is_number = type(plain) in (int, float) or isinstance(value, int) or plain in _NOT_FINITE
     return json.dumps(plain) if is_number else None
 
 
@@ -877,7 +880,7 @@ class _Watch:
         self.signals: Dict[int, Any] = {}   # registered with faulthandler -> the Python handler at that time
         self.arming = threading.RLock()     # held over a fork: see _before_fork
         self.timer_tid, self.timer_is_ours, self.enabled_faults = None, False, False
-        self.next_stall_s = self.stall_timeout_s
+        self.next_stall_s = 0.0
 
     def start(self) -> None:
         if self.started:
@@ -1153,16 +1156,15 @@ class trace_worker_init:
     DataLoader(dataset, num_workers=4, worker_init_fn=trace_worker_init())."""
 
     def __init__(self, worker_init_fn: Optional[Callable[[int], None]] = None):
-        self.worker_init_fn, tracer = worker_init_fn, _tracer
-        self.settings = self.who = None
+        self.worker_init_fn, self.parents, tracer = worker_init_fn, None, _tracer
         if tracer is not None and tracer.settings["trace_workers"]:
-            self.settings, self.who, self.offset_ns = tracer.settings, tracer.who, tracer.offset_ns
+            self.parents = tracer.settings, tracer.who, tracer.offset_ns
             _trace_fetches()
 
     def __call__(self, worker_id: int) -> None:
         global _tracer
-        if _tracer is None and self.settings is not None:
-            _tracer = _Tracer(self.settings, self.who, self.offset_ns)
+        if _tracer is None and self.parents is not None:
+            _tracer = _Tracer(*self.parents)
             _begin_process()
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
