@@ -25,6 +25,10 @@ max_steps, epoch (from 0), batch, outputs, metrics, lr, data_s, num_samples, num
 grad_scale, step_skipped, run_dir, run, rank, local_rank, world_size, device, error, and paused_s: seconds of
 evaluation and saving so far.
 
+In this file, in order: the dispatcher; IterationTimer, InformationWriter, GarbageCollector; what hooks share;
+ParameterCounter, GradientNormLogger; FeatureStdMonitor, PrototypeUsageLogger, LogitEntropyLogger;
+ResourceUtilizationLogger; RuntimeProfiler. Each says what it emits and what it costs.
+
 Nothing here changes the model, the gradients or the loop, prints, or writes metrics: the loop does.
 """
 
@@ -78,6 +82,7 @@ class HookDispatcher:
         self._clashes: set[tuple[str, str]] = set()  # pairs of hooks that share a key, warned of once
         self._calls: dict[str, list] = {event: [] for event in EVENTS}
         for name, hook in hooks.items():
+            # Looked up once: an event without hooks costs a dict access.
             _check_methods(name, hook)
             for event in EVENTS:
                 if hasattr(hook, event):
@@ -125,6 +130,7 @@ class HookDispatcher:
             if not (is_number and isinstance(key, str)):
                 got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
                 raise TypeError(f"it returned {got} for {key!r}; wanted text -> number or one-element tensor")
+            # Two hooks may not share a key unnoticed: a writer would keep only one of them.
             owner = self._owners.setdefault(key, name)
             if owner != name and (owner, name) not in self._clashes:
                 self._clashes.add((owner, name))
@@ -138,8 +144,10 @@ def _check_methods(name: str, hook: Any) -> None:
     if isinstance(hook, type):
         raise ValueError(f"hook {name!r} is a class; wanted an object: {hook.__name__}(...)")
     who = f"hook {name!r} ({type(hook).__name__})"
+    # getattr_static: a property of the user's is not computed here, it may need what is not there yet.
     methods = [m for m in dir(hook) if not m.startswith("_") and callable(inspect.getattr_static(hook, m))]
     for method in methods:
+        # A misspelt event would never be called, and nobody would notice.
         near = method.startswith(("before_", "after_")) or difflib.get_close_matches(method, EVENTS, 1, 0.8)
         if method not in EVENTS and near:
             raise ValueError(f"{who} has a method {method!r}, which is no event{_nearest(method, EVENTS)};"
@@ -176,6 +184,8 @@ def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
             same.append((key, value.reshape(()) if value.dim() else value))
         else:
             result[key] = float(value)
+    # Stacking by type first takes one conversion a type, where one a tensor would start a kernel each;
+    # everything then crosses to the host together. float64 holds whole numbers up to 2**53.
     for device, by_dtype in by_device.items():
         wide = _wide(device)
         stacked = [torch.stack([value for _, value in group]).to(wide) for group in by_dtype.values()]
@@ -250,6 +260,7 @@ class _StepTimer:
 
     def _read(self, state: Any) -> dict[str, float]:
         """Means over the steps since the last reading, `mean_` ones since the start; {} without steps."""
+        # A new window begins with each reading.
         window, self._window = self._window, Counter()
         if not window["steps"]:
             return {}
@@ -319,6 +330,7 @@ class InformationWriter(_StepTimer):
     def after_step(self, state):
         self._end_step(state)
         now = time.perf_counter()
+        # From the end of the first step on: compilation and warm-up say nothing about the steps to come.
         self._began = self._began or (now, state.step)
         if getattr(state, "rank", 0) != 0 or not _log_step(state, self.log_frequency):
             return
@@ -378,6 +390,8 @@ class GarbageCollector:
         self._active = False
 
     def before_train(self, state):
+        # Data-loader workers are forked with collection off and would never collect; there is no way to take
+        # the registration back, so the function looks whether the hook is still active.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._enable_in_child)
         if gc.isenabled():
@@ -422,6 +436,7 @@ def _walk(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.
 
 def clean_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Every module under its name without wrappers ("" is the model); the wrapper where there is one."""
+    # The first under a name is the outermost: hooks on a wrapper see what the loop sees.
     found: dict[str, torch.nn.Module] = {}
     for name, module in _walk(model):
         found.setdefault(name, module)
@@ -433,14 +448,13 @@ def _match(patterns: Any, names: list[str]) -> tuple[list[str], list[str]]:
 
     * and ? stay within one component of a dotted name; ** crosses the dots.
     """
-    found, unmatched = set(), []
+    hits: dict[str, set] = {}
     for pattern in patterns:
+        # Longest first, or ** would be read as two *.
         escaped = re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
-        hits = [name for name in names if re.fullmatch(escaped, name)]
-        found.update(hits)
-        if not hits:
-            unmatched.append(pattern)
-    return [name for name in names if name in found], unmatched
+        hits[pattern] = {name for name in names if re.fullmatch(escaped, name)}
+    matched = set().union(*hits.values())
+    return [name for name in names if name in matched], [pattern for pattern in hits if not hits[pattern]]
 
 
 def _world_size() -> int:
@@ -464,6 +478,7 @@ def _all_reduce(parts: list[torch.Tensor], device: torch.device) -> list[torch.T
 
 def _exchange_device(*devices: Any) -> torch.device:
     """The first of these devices whose tensors the process group can move (nccl moves no CPU tensors)."""
+    # For example "cpu:gloo,cuda:nccl".
     served = str(dist.get_backend_config())
     candidates = [torch.device(device) for device in devices]
     return next((device for device in candidates if f"{device.type}:" in served), candidates[-1])
@@ -518,6 +533,7 @@ class ParameterCounter:
         return self._count(state) if self._has_lazy else None
 
     def _count(self, state) -> dict[str, float]:
+        # Lazy parameters have no shape yet: they are named now and counted after the first step.
         rows: dict[str, dict] = {}  # per module: counts, class name
         bytes_by_dtype: Counter[str] = Counter()
         lazy = []
@@ -532,18 +548,20 @@ class ParameterCounter:
             bytes_by_dtype.update(_bytes_by_dtype(parameter))  # a Counter adds
         self._has_lazy = bool(lazy)
         total, trainable = (sum(row[part] for row in rows.values()) for part in ("total", "trainable"))
-        size_mb = sum(bytes_by_dtype.values()) / 2**20
+        found = {"params/total": total, "params/trainable": trainable, "params/frozen": total - trainable,
+                 "params/size_mb": sum(bytes_by_dtype.values()) / 2**20}
         if getattr(state, "rank", 0) == 0:
-            sizes = ", ".join(f"{dtype} {size / 2**20:.2f} MB" for dtype, size in bytes_by_dtype.items())
-            lines = [f"parameters: {total:,} total, {trainable:,} trainable, {total - trainable:,} frozen,"
-                     f" {size_mb:.2f} MB ({sizes or 'no bytes'})"]
-            if lazy:
-                lines.append(f"not counted yet, lazy until the first forward: {_quote(dict.fromkeys(lazy))}")
-            if self.show_details:
-                lines += self._table(rows, total)
-            logger.info("\n".join(lines))
-        return {"params/total": total, "params/trainable": trainable, "params/frozen": total - trainable,
-                "params/size_mb": size_mb}
+            logger.info("\n".join(self._lines(found, bytes_by_dtype, lazy, rows)))
+        return found
+
+    def _lines(self, found: dict, bytes_by_dtype: dict, lazy: list[str], rows: dict) -> list[str]:
+        total, trainable, frozen, size_mb = found.values()
+        sizes = ", ".join(f"{dtype} {size / 2**20:.2f} MB" for dtype, size in bytes_by_dtype.items())
+        lines = [f"parameters: {total:,} total, {trainable:,} trainable, {frozen:,} frozen,"
+                 f" {size_mb:.2f} MB ({sizes or 'no bytes'})"]
+        if lazy:
+            lines.append(f"not counted yet, lazy until the first forward: {_quote(dict.fromkeys(lazy))}")
+        return lines + (self._table(rows, total) if self.show_details else [])
 
     def _table(self, rows: dict, total: int) -> list[str]:
         shown = sorted((item for item in rows.items() if item[1]["total"] >= self.min_params),
@@ -551,6 +569,7 @@ class ParameterCounter:
         width = max([len("module"), *(len(name) for name, _ in shown)])
         lines = [f"  {'module':<{width}}  {'parameters':>14}  {'share':>6}  {'trains':>7}  class"]
         for name, row in shown:
+            # A module can own both kinds.
             trains = {0: "no", row["total"]: "yes"}.get(row["trainable"], "partly")
             count, share = row["total"], 100 * row["total"] / max(total, 1)
             lines.append(f"  {name:<{width}}  {count:>14,}  {share:>5.1f}%  {trains:>7}  {row['kind']}")
@@ -625,6 +644,7 @@ class GradientNormLogger:
     def after_backward(self, state):
         if state.step % self.log_frequency:
             return None
+        # Everything stays on the device, in 0-dim tensors, for the event's one copy to the host.
         parameters = self._trainable(state)
         if not parameters:
             return {f"{self.prefix}/total": 0.0, f"{self.prefix}/nonfinite_params": 0}
@@ -637,10 +657,12 @@ class GradientNormLogger:
             total = torch.linalg.vector_norm(norms, self.norm_type)
             found = {f"{self.prefix}/total": total, f"{self.prefix}/nonfinite_params": num_nonfinite}
             if getattr(state, "clip_norm", None):
+                # Clipping is by the 2-norm, whichever norm is logged; 1e-6 as in torch's clip_grad_norm_.
                 norm = total
                 if self.norm_type != 2:
                     norm = torch.linalg.vector_norm(_parameter_norms(parameters, 2.0, self._span))
                 found[f"{self.prefix}/clip_coef"] = (state.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            # All layers at once: each parameter's norm is added to the place of its layer.
             if self.log_per_layer:
                 self._layer_of = self._layer_of.to(norms.device)
                 layers = _layer_norms(norms, self.norm_type, self._layer_of, len(self._layers))
@@ -649,6 +671,7 @@ class GradientNormLogger:
         return found
 
     def _overflowed(self, state, norms, num_nonfinite) -> dict:
+        # A device sync, on overflowing log steps only.
         first = self._names[int((~torch.isfinite(norms)).nonzero()[0])]
         logger.warning("step %d: gradients overflowed at loss scale %g in %d parameters (first: %s);"
                        " GradScaler skips this step", state.step, state.grad_scale, num_nonfinite, first)
@@ -656,6 +679,8 @@ class GradientNormLogger:
 
     def _trainable(self, state) -> list[torch.nn.Parameter]:
         """Parameters that train now; names and layers are made anew when some came, went, froze or thawed."""
+        # Walking the model takes longer than all norms of a small one. It is done again only when parameters
+        # came (the optimizer has more of them) or were replaced; freezing and thawing show at each log step.
         groups = getattr(getattr(state, "optimizer", None), "param_groups", ())
         num_optimized = sum(len(group["params"]) for group in groups)
         if num_optimized != self._num_optimized or any(
@@ -691,6 +716,7 @@ def _parameter_norms(parameters: list, norm_type: float, span: Callable) -> torc
     """Norm of each whole gradient, float64, 0 where there is none; ranks meet only for sharded ones."""
     home = parameters[0].device
     wide = _wide(home)
+    # Is everything dense, whole and of one type? Then one fused call does, without sorting.
     grads = [parameter.grad for parameter in parameters]
     kinds = {grad if grad is None else (type(grad), grad.layout, grad.device, grad.dtype) for grad in grads}
     if len(kinds) == 1 and (kinds.pop() or ())[:2] == (torch.Tensor, torch.strided):
@@ -710,6 +736,7 @@ def _parameter_norms(parameters: list, norm_type: float, span: Callable) -> torc
         positions, same = groups.setdefault((mesh, dims, grad.device, grad.dtype), ([], []))
         positions.append(position)
         same.append(grad)
+    # Back into the order of the parameters.
     joined = torch.zeros(len(parameters), dtype=wide, device=home)
     for (mesh, dims, *_), (positions, same) in groups.items():
         norms = _fused_norms(same, norm_type).to(wide)
@@ -723,6 +750,7 @@ def _fused_norms(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Norm of each tensor (len(grads),), in float32 where they are in half precision; of an empty one 0."""
     if math.isinf(norm_type):  # torch knows no largest element of an empty tensor
         grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    # Squares of gradients leave the range of half precision soon.
     narrow = grads[0].dtype in (torch.float16, torch.bfloat16)
     return torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float32 if narrow else None))
 
@@ -788,6 +816,7 @@ class _OutputMonitor:
 
     def before_train(self, state):
         self.after_train(state)  # a second start, as in a notebook, must not listen twice
+        # Patterns that the user named must all match; of the defaults any may.
         candidates = clean_modules(state.model)
         names = list(candidates)
         self._names, unmatched = _match(self.modules or self.default_modules, names)
@@ -835,6 +864,7 @@ class _OutputMonitor:
             return None
         self._observe_compiled()
         seen, self._seen = self._seen, {}
+        # Not an error: a module may have its turn on other steps only.
         for name in self._names:
             if name not in seen and name not in self._silent:
                 self._silent.add(name)
@@ -862,6 +892,7 @@ class _OutputMonitor:
         """For each module the tokens on all ranks and the width, which a rank without output learns here."""
         together = []
         for name, of_ranks in zip(self._names, zip(*_all_gather(sizes, torch.int64, device))):
+            # Before the next collective, in which tensors of unlike sizes would hang or crash all ranks.
             widths = {width for _, width in of_ranks if width}
             if len(widths) > 1:
                 raise ValueError(f"module {name!r} has outputs of different width on the ranks: {widths}")
@@ -873,6 +904,7 @@ def _features(output: Any) -> torch.Tensor | None:
     """The feature tensor in a module's output: itself, its .feat, a dict's "feat", or the first inside."""
     if isinstance(output, torch.Tensor):
         return output.detach() if output.is_floating_point() else None
+    # By the field's name first, as point-cloud and vision backbones have it, then whatever comes first.
     feat = output.get("feat") if isinstance(output, Mapping) else getattr(output, "feat", None)
     if isinstance(feat, torch.Tensor):
         return feat.detach()
@@ -998,6 +1030,8 @@ class _Moments(NamedTuple):
 
 def _effective_rank(scatter: torch.Tensor) -> torch.Tensor:
     """exp(entropy) of the eigenvalues' shares, 0-dim; NaN when the features are not finite."""
+    # eigvalsh raises on NaN. Asking first would be a device sync, so it gets a matrix that it can do, and
+    # the result is thrown away.
     is_finite = torch.isfinite(scatter).all()
     variances = torch.linalg.eigvalsh(torch.where(is_finite, scatter, torch.eye(len(scatter)).to(scatter)))
     variances = variances.clamp(min=0)
@@ -1033,6 +1067,7 @@ class PrototypeUsageLogger(_OutputMonitor):
         counts = before
         if counts is None:
             counts = torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
+        # Adding 0 for tokens with a NaN leaves them out without a device sync.
         if rows.numel():
             counts.scatter_add_(0, rows.argmax(1), (~rows.isnan().any(1)).to(torch.int64))
         return counts
@@ -1085,6 +1120,7 @@ class LogitEntropyLogger:
     def after_step(self, state):
         if state.step % self.log_frequency:
             return None
+        # A model that returns no such tensor is named in the log, once, with what it has; the run goes on.
         outputs = getattr(state, "outputs", None) or {}
         logits = outputs.get(self.logits_key) if isinstance(outputs, Mapping) else None
         if not isinstance(logits, torch.Tensor) or logits.dim() == 0:
@@ -1100,16 +1136,22 @@ class LogitEntropyLogger:
         temperature = self.temperature
         if isinstance(temperature, str):
             temperature = _attribute(state.model, temperature)
-        num_classes = logits.shape[-1]
-        rows = logits.detach().reshape(-1, num_classes)
-        total = torch.zeros((), device=rows.device)
-        for block in rows.split(max(1, 2**22 // num_classes)):  # at most 16 MB at a time
-            probabilities = torch.softmax(block.float() / temperature, dim=-1)
-            total += torch.special.entr(probabilities).sum()
-        entropy = (total / len(rows)).clamp(0, math.log(num_classes))  # rounding must not leave the range
+        entropy = _mean_entropy(logits.detach(), temperature)
         return {f"{self.prefix}/mean": entropy,
-                f"{self.prefix}/normalized": entropy / (math.log(num_classes) or 1.0),  # one class: 0
+                f"{self.prefix}/normalized": entropy / (math.log(logits.shape[-1]) or 1.0),  # one class: 0
                 f"{self.prefix}/temperature": temperature}
+
+
+def _mean_entropy(logits: torch.Tensor, temperature: Any) -> torch.Tensor:
+    """Entropy of softmax(logits / temperature) in nats, mean over the rows of (..., K), 0-dim."""
+    num_classes = logits.shape[-1]
+    rows = logits.reshape(-1, num_classes)
+    # float32 in blocks of at most 16 MB: all logits of a language model at once can be gigabytes.
+    total = torch.zeros((), device=rows.device)
+    for block in rows.split(max(1, 2**22 // num_classes)):
+        probabilities = torch.softmax(block.float() / temperature, dim=-1)
+        total += torch.special.entr(probabilities).sum()  # 0 where the probability is 0
+    return (total / len(rows)).clamp(0, math.log(num_classes))  # rounding must not leave the range
 
 
 def _attribute(model: Any, path: str) -> Any:
@@ -1184,6 +1226,7 @@ class ResourceUtilizationLogger:
         self._latest: dict[str, float] = {}  # the thread's figures: "host/cpu_percent", "gpu/power_w", ...
 
     def before_train(self, state):
+        # What this rank samples: its host if it is the host's first rank, its GPU, its processes.
         self._device = torch.device(getattr(state, "device", "cpu"))
         self._rank = getattr(state, "rank", 0)
         has_host = getattr(state, "local_rank", 0) == 0
@@ -1282,12 +1325,14 @@ class HostUsage:
     def sample(self) -> dict[str, float]:
         """cpu_percent since the last sample (absent in the first), ram_used_mb, ram_percent."""
         import psutil
+        # Read anew each time: limits of a running container can be changed.
         limits = read_cgroup()
         memory = psutil.virtual_memory()
         used, size = memory.total - memory.available, memory.total
         if limits.get("memory_bytes", math.inf) < memory.total:
             used, size = limits["memory_used_bytes"], limits["memory_bytes"]
         found = {"ram_used_mb": used / 2**20, "ram_percent": 100 * used / size}
+        # A percentage needs two readings; the first only says where to count from.
         busy_s, possible_s = self._cpu_seconds(limits)
         if self._before is not None and busy_s > self._before[0] and possible_s > self._before[1]:
             percent = 100 * (busy_s - self._before[0]) / (possible_s - self._before[1])
@@ -1305,6 +1350,7 @@ class HostUsage:
         busy_s = possible_s = 0.0
         for cpu, times in enumerate(psutil.cpu_times(percpu=True)):
             if cpu in limits.get("cpus", (cpu,)):
+                # Guests' time is in user time already.
                 spent = {name: getattr(times, name) for name in times._fields if not name.startswith("guest")}
                 possible_s += sum(spent.values())
                 busy_s += sum(spent.values()) - spent["idle"] - spent.get("iowait", 0.0)
@@ -1421,6 +1467,7 @@ class GpuUsage:
         if self._handle is None:
             return {}
         nvml, handle = self._nvml, self._handle
+        # Renamed in newer versions of nvidia-ml-py.
         reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons",
                           getattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None))
         ways = {
@@ -1430,6 +1477,7 @@ class GpuUsage:
             "temp_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
             "throttled": lambda: float(bool(reasons(handle) & self._throttling)),
             "own_mem_mb": self._own_memory_mb,
+            # A number, so that it travels with the others to find out which ranks share a GPU.
             "id": lambda: float(zlib.crc32(str(nvml.nvmlDeviceGetUUID(handle)).encode())),
         }
         figures = {name: self._ask(name, way) for name, way in ways.items()}
@@ -1467,6 +1515,7 @@ class ProcessUsage:
         """cpu_percent since the last sample (absent in the first), rss_mb, pss_mb, torch_*_mb."""
         import psutil
         now, cpu_s, rss_bytes, pss_bytes = time.monotonic(), {}, 0, 0
+        # Workers come and go between samples; one that is new since the last counts from its start.
         me = psutil.Process()
         for process in (me, *me.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # a worker that ended just now
@@ -1555,6 +1604,7 @@ class RuntimeProfiler:
     def after_step(self, state):
         if self._profile is None:
             return
+        # Written at once, not at the end of the run: its memory is free from here on.
         if state.step >= self.last_step:
             self._finish(state)
         else:
@@ -1584,6 +1634,7 @@ class RuntimeProfiler:
         self._profile.start()
 
     def _finish(self, state) -> None:
+        # Forgotten first, so that an exception below does not lead here again from after_train.
         profile, self._profile, self._is_done = self._profile, None, True
         profile.stop()
         if self._first_active is None:
@@ -1595,6 +1646,7 @@ class RuntimeProfiler:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{run}-rank{getattr(state, 'rank', 0)}-step{self._first_active}.json.gz"
         profile.export_chrome_trace(str(path))
+        # Read back from the file: the table needs it, and so do the memory counters.
         trace = _read_trace(path)
         if self.memory:
             self._add_memory(trace, path)
@@ -1603,6 +1655,7 @@ class RuntimeProfiler:
 
     def _add_memory(self, trace: dict, path: Path) -> None:
         """Give the trace a counter track of allocated memory; on CUDA write the allocator's snapshot too."""
+        # The profiler's own memory events are instants that Perfetto does not draw as a curve.
         counters = []
         for event in trace["traceEvents"]:
             args = event.get("args", {})
@@ -1657,6 +1710,7 @@ def _own_times_us(spans: list[dict]) -> dict[str, tuple[float, int]]:
     open_spans: dict[tuple, list] = {}  # thread -> (end, row) of the spans around
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
         around = open_spans.setdefault((span["pid"], span["tid"]), [])
+        # Spans that ended before this one began are not around it.
         while around and around[-1][0] <= span["ts"]:
             around.pop()
         if around:
