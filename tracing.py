@@ -420,7 +420,7 @@ class _Tracer:
             raise self.open_error
         try:
             path = self._new_path()
-            self._adopt(path, self._new_file(path, self.part))
+            self._adopt(path, self._new_file(path, 0), 0)
         except OSError as error:
             self.retry_s, self.open_error = time.monotonic() + RETRY_S, error
             raise
@@ -451,20 +451,15 @@ class _Tracer:
             raise
         return fd
 
-    def _adopt(self, path: str, fd: int) -> None:
+    def _adopt(self, path: str, fd: int, part: int) -> None:
         old, size = self.fd, os.fstat(fd).st_size
-        self.path, self.fd, self.torn, self.checked = path, fd, False, size
+        self.path, self.fd, self.part, self.torn, self.checked = path, fd, part, False, size
         self.limit = max(int(self.settings["max_file_size_mb"] * 1e6), 2 * size)   # much may be open
         self.room = -1 if self.lost else self.limit - size
         self._forget_definitions()
         if old >= 0:
             os.close(old)
 
-    def _go_on_in(self, path: str) -> None:
-        """Go on in a new file, whose header says which one it continues."""
-        fd = self._new_file(path, self.part + 1)
-        self.part += 1
-        self._adopt(path, fd)
 
     def _rotate(self) -> None:
         """Give the full file the name .1 and go on in a new one, complete before it gets the full one's."""
@@ -478,8 +473,7 @@ class _Tracer:
                 os.close(fd)
                 os.unlink(new)
                 raise
-            self.part += 1
-            self._adopt(path, fd)
+            self._adopt(path, fd, self.part + 1)
         except OSError as error:   # go on in the old file, and try again later
             self.limit = os.fstat(self.fd).st_size + int(self.settings["max_file_size_mb"] * 1e5)
             self.complaints.append(error)
@@ -502,8 +496,8 @@ class _Tracer:
             return
         who = _identity(None)
         if who["known"]:
-            self.who = {**self.who, **{k: v for k, v in who.items() if k not in ("run", "attempt")}}
-            self._move(lambda: self._go_on_in(self._new_path()))
+            self.who = {**who, "run": self.who["run"], "attempt": self.who["attempt"]}
+            self._move(self._new_path())
 
     def check_file(self) -> None:
         """When the file was removed, perhaps with its folder, go on in a new one and count what is gone."""
@@ -519,14 +513,15 @@ class _Tracer:
             self.lost, self.lost_ever = self.lost + gone, self.lost_ever + gone
             self.checked, self.room = size, -1
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        self._move(lambda: self._go_on_in(self.path))
+        self._move(self.path)
         self.failed(FileNotFoundError(f"{self.path} was removed"))
 
-    def _move(self, go_on: Callable[[], None]) -> None:
+    def _move(self, path: str) -> None:
+        """Go on in a new file, whose header says which one it continues."""
         try:
             with self.lock:
                 if self.fd >= 0:
-                    go_on()
+                    self._adopt(path, self._new_file(path, self.part + 1), self.part + 1)
             if self.watch.started:
                 self.watch.follow()
         except OSError as error:
@@ -872,9 +867,9 @@ class _Watch:
 
     def __init__(self, tracer: _Tracer):
         self.tracer, self.started = tracer, False
-        self.heartbeat_s, self.stall_timeout_s = map(tracer.settings.get, ("heartbeat_s", "stall_timeout_s"))
-        periods = [s for s in (self.heartbeat_s, self.stall_timeout_s / 4) if s > 0]
-        self.tick_s = min(periods) if periods else 0.0
+        self.heartbeat_s = tracer.settings["heartbeat_s"]
+        self.stall_timeout_s = tracer.settings["stall_timeout_s"]
+        self.tick_s = min((s for s in (self.heartbeat_s, self.stall_timeout_s / 4) if s), default=0.0)
         self.stop_asked, self.thread = threading.Event(), None
         self.stacks, self.stacks_path, self.stacks_size = None, "", 0
         self.signals: Dict[int, Any] = {}   # registered with faulthandler -> the Python handler at that time
