@@ -72,8 +72,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace, UnionType
-from typing import (Annotated, Any, Callable, Iterator, Literal, Mapping, NamedTuple, NoReturn, Optional,
-                    Union, get_args, get_origin, get_type_hints)
+from typing import (Annotated, Any, Callable, Iterable, Iterator, Literal, Mapping, NamedTuple, NoReturn,
+                    Optional, Union, get_args, get_origin, get_type_hints)
 
 import yaml
 
@@ -241,10 +241,16 @@ def mistake(key: str, problem: str, got=None, wanted: str = "", near: str = "", 
         lines.append(f"  got: {text[:200] or 'nothing'}{'...' if len(text) > 200 else ''}{where}")
     if wanted or known:
         lines.append(f"  wanted: {wanted or 'one of ' + ', '.join(known)}")
-    known = known if isinstance(known, dict) else dict(zip(known, known))
-    near_names = difflib.get_close_matches(near.lower(), [name.lower() for name in known], 1)
-    lines += [f"  did you mean {known[name]}?" for name in known if name.lower() in near_names][:1]
+    name = nearest(near, known)
+    if name is not None:
+        lines.append(f"  did you mean {known[name] if isinstance(known, dict) else name}?")
     return RecipeError("\n".join(lines))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, whatever its case."""
+    matches = difflib.get_close_matches(name.lower(), [each.lower() for each in known], 1)
+    return next((each for each in known if each.lower() in matches), None)
 
 
 def join(key: str, name) -> str:
@@ -520,9 +526,7 @@ def load_recipe(argv: list[str]) -> Recipe:
     for name, component in components.items():
         setattr(recipe, name, check_component(name, component, ("params",) if name == "optimizer" else ()))
     if "--dry-run" in argv:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write("".join(f"train.py: {line}\n" for line in without_effect(recipe)))
-        leave_with(dump_yaml(recipe_to_dict(recipe)))
+        leave_with(dump_yaml(recipe_to_dict(recipe)), without_effect(recipe))
     return recipe
 
 
@@ -547,9 +551,10 @@ def read_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     return Path(paths[0]), [word for word in words if word not in paths]
 
 
-def leave_with(text: str) -> NoReturn:
-    """Print the text, once however many ranks there are, and leave."""
+def leave_with(text: str, warnings: Iterable[str] = ()) -> NoReturn:
+    """Print the text, and the warnings to stderr, once however many ranks there are, and leave."""
     if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("".join(f"train.py: {line}\n" for line in warnings))
         print(text, end="")
     sys.exit(0)
 
@@ -918,7 +923,7 @@ class World:
     notices: dist.Store | None = None  # the same by a connection of its own, for the stopper's thread
     hosts: dist.ProcessGroup | None = None  # gloo, on the hosts' processors: what needs no device
 
-    def share(self, key: str, make: Callable[[], str]) -> str:
+    def share(self, key: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on every rank; only the store is needed, no process group.
 
         A RecipeError of rank 0's is raised on every rank.
@@ -927,13 +932,14 @@ class World:
             return make()
         if self.rank == 0:
             try:
-                self.store.set(key, "=" + make())
+                made = make()
             except RecipeError as error:
-                self.store.set(key, f"!{error}")
-        answer = self.store.get(key).decode()
-        if answer.startswith("!"):
-            raise RecipeError(answer[1:])
-        return answer[1:]
+                made = error
+            self.store.set(key, pickle.dumps(made))
+        made = pickle.loads(self.store.get(key))
+        if isinstance(made, RecipeError):
+            raise made
+        return made
 
     def agree(self, value: int, op: Any, name: str) -> int:
         """The smallest (dist.ReduceOp.MIN) or largest (MAX) value of all ranks, on every rank."""
@@ -1006,6 +1012,14 @@ def mixed_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
+def is_alive(pid: int) -> bool:
+    """Also False for a process that has ended and that torchrun has not looked at yet."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
 # ---- Run directory -----------------------------------------------------------------------------------------
 
 
@@ -1023,16 +1037,6 @@ class Start:
     @property
     def launch_dir(self) -> Path:
         return self.run_dir / "launch" / f"attempt_{self.attempt}"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> Start:
-        told = json.loads(text)
-        told["run_dir"] = Path(told["run_dir"])
-        told["checkpoint"] = told["checkpoint"] and Path(told["checkpoint"])
-        return cls(**told)
 
 
 def choose_start(recipe: Recipe) -> Start:
@@ -1800,8 +1804,8 @@ def find_checkpoint(place: str, key: str, say: Callable[[str], None]) -> Path:
     target = read_pointer(path) if path.name in POINTERS else path
     if target is None or not target.is_file():
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(path.name, names)
+        hint = f"; did you mean {near}?" if near else ""
         raise RecipeError(f"{key}={place}: no such file or folder{hint}")
     return target.absolute()
 
@@ -2249,14 +2253,6 @@ def end_children() -> None:
         child.kill()
 
 
-def is_alive(pid: int) -> bool:
-    """Also False for a process that has ended and that torchrun has not looked at yet."""
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
-
-
 # ---- Tracing: what a rank's own work is, and what it waits for ---------------------------------------------
 
 
@@ -2308,9 +2304,9 @@ class ReadyMark:
         return event
 
 
-def trace_buffer_broadcast(wrapped: nn.Module) -> None:
+def trace_buffer_broadcast(wrapped: DistributedDataParallel) -> None:
     """DDP sends rank 0's buffers at the start of forward: a span of its own, since ranks may wait there."""
-    if not isinstance(wrapped, DistributedDataParallel) or not any(True for _ in wrapped.module.buffers()):
+    if not any(True for _ in wrapped.module.buffers()):
         return
     spans = []
 
@@ -2404,6 +2400,7 @@ def scalars(outputs: Mapping[str, Any], vectors: set[str]) -> dict[str, Any]:
 
 
 def as_text(metrics: Mapping[str, float]) -> str:
+    """Names and values for a line of train.log."""
     return " ".join(f"{key} {value:.4f}" for key, value in metrics.items())
 
 
@@ -2470,6 +2467,8 @@ class Trainer:
         recipe, world, state = self.recipe, self.world, self.state
         dispatcher = build_hooks(recipe, span=log_trace_span)
         self.meet()
+
+        # Model and data, and where in them to begin.
         seed_everything(recipe.seed)  # the same weights on every rank
         self.model = state.model = build(recipe.model).to(world.device)
         saved = self.load_weights()
@@ -2485,6 +2484,8 @@ class Trainer:
             raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step} of"
                               f" {self.total_steps}, epoch {state.epoch} of {recipe.epochs}. To go on give it"
                               f" more: max_steps= or epochs=")
+
+        # The model that the loop calls, and what changes its weights.
         self.wrapped = parallelise(self.model, recipe, world)
         self.is_ddp = isinstance(self.wrapped, DistributedDataParallel)
         self.is_fsdp = isinstance(self.wrapped, FSDPModule)
@@ -2500,6 +2501,8 @@ class Trainer:
             self.model.compile()
         if self.is_ddp and self.tracing.enabled and not recipe.compile:
             trace_buffer_broadcast(self.wrapped)
+
+        # What watches: marks in the trace, metrics, hooks.
         on_cuda = world.device.type == "cuda"
         self.ready_mark = ReadyMark(partial(torch.cuda.Event, enable_timing=True) if on_cuda else None)
         self.metrics = MetricLog(self.open_writer(), self.start.attempt)
@@ -2600,10 +2603,11 @@ class Trainer:
                     epoch_is_over = True
                     break
             epoch_is_over = self.batches_done == self.batches_per_epoch
+            # Evaluate, agree on stopping, save; an epoch's last step is saved below, with the epoch's means.
             self.evaluate_if_due()
             if self.stopped or self.is_last_step():
                 return
-            if not epoch_is_over:  # else when all that belongs to the epoch has been written
+            if not epoch_is_over:
                 self.save_if_due()
         if recipe.eval_every is None:
             self.evaluate()
@@ -2636,16 +2640,19 @@ class Trainer:
         totals: dict[str, Any] = {}
         found: dict[str, Any] = {}  # what hooks return
         for index, batch in enumerate(window):
-            is_last = index == len(window) - 1
             # To device.
             with log_trace_span("to_device"):
                 state.batch = to_device(batch, world.device)
             found.update(self.call_hooks("before_step"))
+
+            is_last = index == len(window) - 1
             meets = is_last and self.is_ddp and self.tracing.enabled
+            # The first forward of a compiled model is compilation.
+            forward = "compile" if recipe.compile and self.call_model is None else "forward"
             # DDP decides in forward whether this backward will reduce the gradients.
             with self.gradient_sync(is_last):
                 # Forward. Under DDP it begins with the broadcast of buffers: a span of its own.
-                with log_trace_span(self.forward_name(), **self.opaque), self.autocast():
+                with log_trace_span(forward, **self.opaque), self.autocast():
                     state.outputs = self.forward(state.batch)
                 # Backward. The last micro-batch's meets the other ranks; the others keep their gradients.
                 with log_trace_span("backward", **self.opaque or {"sync": meets}) as span:
@@ -2653,6 +2660,7 @@ class Trainer:
                     events = self.ready_mark.watch(loss, span) if meets else []
                     loss.backward()
                     self.ready_mark.backward_returned(events, state.step)
+
             for key, value in scalars(state.outputs, self.vectors).items():
                 totals[key] = totals[key] + value if key in totals else value
             if "num_tokens" in state.outputs:
@@ -2661,11 +2669,12 @@ class Trainer:
             totals = {key: total / len(window) for key, total in totals.items()}
         state.metrics = totals
 
-        # Hooks see the gradients reduced and unscaled, not yet clipped.
+        # Hooks: they see the gradients reduced and unscaled, not yet clipped.
         state.grad_scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         self.scaler.unscale_(self.optimizer)
         found.update(self.call_hooks("after_backward"))
-        # Clip and step.
+
+        # Clip, then the optimizer's step.
         with log_trace_span("optimizer"):
             if recipe.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm)
@@ -2729,10 +2738,6 @@ class Trainer:
         half = HALF.get(self.recipe.precision)
         is_on = half is not None and not self.is_fsdp
         return torch.autocast(self.world.device.type, half) if is_on else contextlib.nullcontext()
-
-    def forward_name(self) -> str:
-        """The first forward of a compiled model is compilation."""
-        return "compile" if self.recipe.compile and self.call_model is None else "forward"
 
     def forward(self, batch: Any) -> dict[str, Any]:
         """The model's outputs, with `loss`."""
@@ -2804,6 +2809,7 @@ class Trainer:
         state.paused_s += time.perf_counter() - start
 
     def evaluate_if_due(self) -> None:
+        """Every eval_every steps; without that, train_epoch does it."""
         every = self.recipe.eval_every
         if every and self.state.step and self.state.step % every == 0:
             self.evaluate()
@@ -2850,9 +2856,9 @@ class Trainer:
             return
         metric, mode, found = self.recipe.best.metric, self.recipe.best.mode, self.state.metrics
         if metric not in found:
-            near = difflib.get_close_matches(metric, found, 1)
             if self.world.rank == 0:
-                hint = f", did you mean {near[0]}?" if near else ""
+                near = nearest(metric, found)
+                hint = f", did you mean {near}?" if near else ""
                 logger.warning("best.metric=%s: no such metric%s; an evaluation writes %s. No best checkpoint"
                                " is kept", metric, hint, ", ".join(found))
             return
@@ -2955,7 +2961,7 @@ def start_run(recipe: Recipe) -> tuple[World, Start, Stopper]:
     """What must be there before anything can hang: the place among ranks, run directory, log, tracer."""
     world = find_world()
     connect(world, recipe.pg_timeout_s)
-    start = Start.from_json(world.share("start", lambda: choose_start(recipe).to_json()))
+    start = world.share("start", lambda: choose_start(recipe))
     run_dir = start.run_dir
     start_logging(world, run_dir)
     for text in [*without_effect(recipe), *start.warnings] if world.rank == 0 else ():
