@@ -961,7 +961,10 @@ class World:
 
 
 def find_world() -> World:
-    """This process's place by torchrun's variables; alone without them. No CUDA call, no communication."""
+    """This process's place by torchrun's variables; alone without them. No CUDA call, no communication.
+
+    Raises RecipeError for more local processes than GPUs.
+    """
     names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE",
              "local_world_size": "LOCAL_WORLD_SIZE"}
     world = World(**{name: int(os.environ[key]) for name, key in names.items() if key in os.environ})
@@ -1042,7 +1045,7 @@ class Start:
 def choose_start(recipe: Recipe) -> Start:
     """A restart by torchrun goes on in its run directory, resume= where it says, anything else in a new one.
 
-    Rank 0 alone, before there is a process group.
+    Rank 0 alone, before there is a process group. Raises RecipeError for what cannot be gone on from.
     """
     warnings: list[str] = []
     run_dir, checkpoint = run_before_restart(recipe), None
@@ -1108,7 +1111,7 @@ def run_before_restart(recipe: Recipe) -> Path | None:
 
 
 def new_run_dir(recipe: Recipe) -> Path:
-    """Make the directory of a fresh run."""
+    """Make the directory of a fresh run. Raises RecipeError for a name that was used before."""
     parent = Path(recipe.exp_dir) / recipe.group
     if recipe.run:
         run_dir = parent / recipe.run
@@ -1528,6 +1531,7 @@ class EventFile:
 
 
 def open_tensorboard(run_dir: Path, purge_step: int | None) -> tuple[Callable, Callable]:
+    """TensorBoard as a place of MetricWriter."""
     file = EventFile(run_dir, purge_step)
     return file.write, file.close
 
@@ -1747,6 +1751,7 @@ class CheckpointError(RuntimeError):
 
 
 def checkpoint_step(path: Path) -> int:
+    """The n of step_<n>.pt."""
     return int(path.stem.split("_")[1])
 
 
@@ -1775,7 +1780,10 @@ def damage(path: Path) -> str:
 
 
 def latest_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run: the one that `latest` names, else the next before it."""
+    """The newest whole checkpoint of a run: the one that `latest` names, else the next before it.
+
+    say is told of each damaged one. Raises RecipeError when all are.
+    """
     checkpoints, newest = list_checkpoints(folder), read_pointer(folder / "latest")
     if newest in checkpoints:
         # Newer ones are of a pass that was given up, or named a moment before the end: the last resort.
@@ -1793,7 +1801,10 @@ def latest_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def find_checkpoint(place: str, key: str, say: Callable[[str], None]) -> Path:
-    """The checkpoint that resume= or weights= means: a file, `latest` or `best`, a run or its checkpoints."""
+    """The checkpoint that resume= or weights= means: a file, `latest` or `best`, a run or its checkpoints.
+
+    Raises RecipeError when there is none.
+    """
     path = Path(place)
     if path.is_dir():
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -1894,6 +1905,7 @@ def rng_states(device: torch.device) -> dict:
 
 
 def set_rng_states(states: dict, device: torch.device) -> None:
+    """The counterpart of rng_states."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, keys, *rest = states["numpy"]
@@ -1934,7 +1946,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """The counterpart of optimizer_state, exact to the bit."""
+    """The counterpart of optimizer_state, exact to the bit. Raises RecipeError for other parameters."""
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -1967,7 +1979,7 @@ def placed_like(value: Any, parameter: Tensor) -> Any:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any], source: str, strict: bool) -> None:
-    """Copy tensors by name into the bare model; what does not fit is an error, else a warning."""
+    """Copy tensors by name into the bare model; what does not fit is a RecipeError or else a warning."""
     own = model.state_dict()
     shapes = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, Tensor)}
     weights = {re.sub(r"(^|\.)(module|_orig_mod)\.", r"\1", name) if name not in own else name: value
@@ -1989,7 +2001,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], source: str, stri
 
 
 def weights_in(saved: Any, source: str) -> Mapping[str, Any]:
-    """The state dict in a checkpoint of ours, in one of the usual wrappings, or bare."""
+    """The state dict in a checkpoint of ours, in one of the usual wrappings, or bare; else RecipeError."""
     for key in ("model", "state_dict", "model_state_dict"):
         if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
             return saved[key]
@@ -2788,9 +2800,7 @@ class Trainer:
         seed = mixed_seed(self.recipe.seed, state.step, self.world.rank)
         with log_trace_span("evaluate"), torch.no_grad(), own_random_numbers(seed, self.world.device):
             sums = self.evaluation_sums()
-            shares, reasons = zip(*self.world.gather(
-                ({key: (float(total), weight) for key, (total, weight) in sums.items()}, self.stopper.reason),
-                "evaluation_sums"))
+            shares, reasons = zip(*self.world.gather((sums, self.stopper.reason), "evaluation_sums"))
         for module, was_training in modes.items():
             module.training = was_training
         self.stopped = next(filter(None, reasons), "")
@@ -2814,7 +2824,7 @@ class Trainer:
         if every and self.state.step and self.state.step % every == 0:
             self.evaluate()
 
-    def evaluation_sums(self) -> dict[str, tuple]:
+    def evaluation_sums(self) -> dict[str, tuple[float, int]]:
         """This rank's metrics: key -> (sum over samples, number of samples)."""
         sums: dict[str, tuple] = {}
         for batch, weight in self.evaluation_batches():
@@ -2822,11 +2832,12 @@ class Trainer:
             with self.autocast():
                 outputs = self.forward(batch)
             for key, value in scalars(outputs, self.vectors).items() if weight else ():
-                # Summed in double precision on the device; one copy a metric at the end.
+                # Summed in double precision on the device.
                 value = value.double() if isinstance(value, Tensor) else value
                 total, weights = sums.get(key, (0.0, 0))
                 sums[key] = (total + value * weight, weights + weight)
-        return sums
+        # A device synchronisation, the only one of an evaluation.
+        return {key: (float(total), weight) for key, (total, weight) in sums.items()}
 
     def evaluation_batches(self) -> Iterator[tuple[Any, int]]:
         """Batches, and how many samples each counts.
