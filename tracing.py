@@ -106,31 +106,37 @@ _log = logging.getLogger(__name__)
 _tracer: Optional["_Tracer"] = None   # the process's tracer; None: off
 
 
+# How this file is built. A record is one write(2) of one line, at once: no buffer that a SIGKILL could take,
+# no thread that could fall behind. A span costs two system calls, and all else is kept out of its way: lines
+# are put together by hand from texts that were made once (names, steps), and what is wrong is asked only when
+# a write did not do all that it should. The calls of the API catch every Exception that is not the user's:
+# the worst that tracing does to training is one warning.
+
+
 # ---- 1. Values to JSON: whatever comes in, one line of strict JSON comes out ----
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... (cut, {len(text)} characters)"
-
-
 def _json(value: Any) -> str:
-    # ASCII, so that neither U+2028 nor a torn character can break a line; lone surrogates become U+FFFD.
+    # ASCII, so that neither U+2028 nor a torn character can break a line.
     return json.dumps(_plain(value, 8, [MAX_VALUES]), allow_nan=False, separators=(",", ":"))
 
 
 def _plain(value: Any, depth: int, budget: list) -> Any:
     """value as plain JSON types. depth and budget (values left) bound cycles and giants."""
     budget[0] -= 1
+    # What ends the recursion comes before its bounds: a text may take the place of anything.
     if value is None or value is True or value is False:
         return value
-    if isinstance(value, str):
+    if isinstance(value, str):   # lone surrogates, which strict readers refuse, become U+FFFD
         return _cut(str(value)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if depth <= 0 or budget[0] < 0:
         return "... (cut)"
     try:
+        # Numbers; int() and float() take the value of an IntEnum or of another subclass, not its text.
         if isinstance(value, int):
             return int(value) if value.bit_length() <= 64 else _cut(hex(value))
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else json.dumps(float(value))
+        # What holds many values, each of which may be of any kind again.
         if isinstance(value, (bytes, bytearray)):
             return _cut(bytes(value[:MAX_TEXT + 1]).decode("utf-8", "backslashreplace"))
         if isinstance(value, dict):
@@ -147,11 +153,14 @@ def _plain(value: Any, depth: int, budget: list) -> Any:
     return _plain(_text(value), depth, budget)
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... (cut, {len(text)} characters)"
+
 
 def _text(value: Any) -> str:
     try:
         return str(value)
-    except Exception as error:
+    except Exception as error:   # a __str__ of the user's
         return f"<{type(value).__name__}: {type(error).__name__}>"
 
 
@@ -162,6 +171,7 @@ def _some(values: Any, budget: list) -> list:
 # ---- 2. The step and its tags: an asyncio task's own where it has some, else the process's ----
 
 class _Step:
+    """A step, its tags, and both as text in records. Never changed: a new one takes its place."""
     __slots__ = ("step", "relative_step", "tags", "texts")
 
     def __init__(self, step: Optional[int] = None, relative_step: Optional[int] = None, tags: tuple = ()):
@@ -170,6 +180,8 @@ class _Step:
                       f',"tags":{_json(tags)}' if tags else "")
 
 
+# Two places: a context variable alone would leave threads without the step that the main thread has set, and
+# a global alone would give the step of one task to all others.
 _step_everywhere = _Step()
 _step_here: ContextVar = ContextVar("step", default=_step_everywhere)
 
@@ -193,7 +205,9 @@ def set_step(step: int, *, relative_step: Optional[int] = None) -> None:
     if _is_compiling():
         return
     global _step_everywhere
-    before, relative_step = _step_everywhere, step if relative_step is None else relative_step
+    if relative_step is None:
+        relative_step = step
+    before = _step_everywhere
     _step_everywhere = _Step(step, relative_step)
     _step_here.set(_step_everywhere)
     _find_torch()
@@ -202,6 +216,7 @@ def set_step(step: int, *, relative_step: Optional[int] = None) -> None:
         try:
             tracer.tagged, tracer.exit_code = False, None   # whoever sets a step has not left
             tracer.look_for_rank()
+            # The distance is new at the first step after a resume, not at each step.
             if step - relative_step != (before.step or 0) - (before.relative_step or 0):
                 tracer.instant("relative_step", {"relative_step": relative_step})
         except Exception as error:
@@ -234,6 +249,7 @@ def add_step_tag(tag: str) -> None:
     if _is_compiling():
         return
     task = _task()
+    # A task keeps its tags to itself; a thread without one speaks for the whole process.
     before = _step_everywhere if task is None else _step_here.get()
     if tag not in before.tags:
         tagged = _Step(before.step, before.relative_step, before.tags + (tag,))
@@ -253,6 +269,9 @@ def clear_step_tags() -> None:
         _step_here.set(_Step(here.step, here.relative_step))
         _step_everywhere = _Step(everywhere.step, everywhere.relative_step)
 
+
+# Under torch.compile the API does nothing: Dynamo turns this question into a constant and drops the rest of
+# the call. torch is looked for, never imported: a program without it has nothing to compile.
 
 def _never() -> bool:
     return False
@@ -274,7 +293,9 @@ _find_torch()
 # ---- 3. Who this process is ----
 
 _SLURM = ("SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURM_JOB_ID")
-_LAUNCHERS = (   # rank, local_rank, world_size, node, attempt, run: torchrun, SLURM (srun, job), Open MPI
+# Variables of rank, local_rank, world_size, node, attempt and run, by launcher: torchrun, SLURM, Open MPI. A
+# SLURM step (srun) may have fewer tasks than its job: its number comes before the job's.
+_LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", *_SLURM),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", *_SLURM),
@@ -295,16 +316,17 @@ def _identity(rank: Optional[int]) -> Dict[str, Any]:
             found = dict(zip(("rank", "local_rank", "world_size", "node", "attempt"), map(_number, numbers)))
             who.update({k: v for k, v in found.items() if v is not None}, run=os.environ.get(run), known=True)
             break
-    else:
+    else:   # a launcher that sets none of these: known as soon as the process group is there
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             who.update(rank=distributed.get_rank(), world_size=distributed.get_world_size(), known=True)
-    if rank is not None:
+    if rank is not None:   # and nobody may have told the size, which is at least this
         who.update(rank=int(rank), world_size=max(who["world_size"], int(rank) + 1), known=True)
     return who
 
 
 def _boot_id() -> Optional[str]:
+    # Processes of one boot share CLOCK_MONOTONIC, which a reader can use to align their files.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -312,7 +334,9 @@ def _boot_id() -> Optional[str]:
         return None
 
 
-# ---- 4. The file: one write a record, under a lock because of short writes and rotation ----
+# ---- 4. The file: one write a record, and what to do when a write fails ----
+
+# Short writes and rotation are why there is a lock at all: O_APPEND alone keeps whole records apart.
 
 class _Name:
     """What a name needs at each call: its JSON text, the longest span so far, where it was last called."""
@@ -377,11 +401,13 @@ class _Tracer:
         if self.closed:
             return
         trouble = not written
-        if trouble:   # no file yet, a full one, or a failure: end the torn line, say what was lost
+        if trouble:
+            # First mend what is known to be wrong: there is no file yet, or it is full.
             if self.fd < 0:
                 self.open()
             elif os.fstat(self.fd).st_size >= self.limit:
                 self._rotate()
+            # Then make up for what went wrong: say what was lost, and end the line that was torn.
             if self.lost:
                 line = line[:-2] + b',"lost":%d}\n' % self.lost
             if self.torn:
@@ -392,7 +418,7 @@ class _Tracer:
         finally:
             if written:
                 self.torn = line[written - 1:written] != b"\n"
-        if trouble:
+        if trouble:   # all is well again: back to the fast path
             if self.lost:
                 self._forget_definitions()   # some of them may be among the lost
             self.lost, self.room = 0, self.limit - os.fstat(self.fd).st_size
@@ -416,6 +442,7 @@ class _Tracer:
     # -- which file
 
     def open(self) -> None:
+        """Open the first file. Records that come while this fails must not each wait for a dead disk."""
         if time.monotonic() < self.retry_s:
             raise self.open_error
         try:
@@ -424,12 +451,13 @@ class _Tracer:
         except OSError as error:
             self.retry_s, self.open_error = time.monotonic() + RETRY_S, error
             raise
-        if self.is_child and "multiprocessing.util" in sys.modules:   # whose children leave without atexit
+        # Children of multiprocessing leave by os._exit, past atexit, but run its own finalizers.
+        if self.is_child and "multiprocessing.util" in sys.modules:
             sys.modules["multiprocessing.util"].Finalize(None, _at_exit, exitpriority=0)
 
     def _new_path(self) -> str:
         folder, rank = self.settings["output_dir"], self.who["rank"]
-        if self.who["world_size"] > RANKS_A_FOLDER:
+        if self.who["world_size"] > RANKS_A_FOLDER:   # shared file systems are slow with huge folders
             first = rank // RANKS_A_FOLDER * RANKS_A_FOLDER
             folder = os.path.join(folder, f"ranks{first:05d}-{first + RANKS_A_FOLDER - 1:05d}")
         os.makedirs(folder, exist_ok=True)
@@ -452,6 +480,7 @@ class _Tracer:
         return fd
 
     def _adopt(self, path: str, fd: int, part: int) -> None:
+        """Write into this file from now on."""
         old, size = self.fd, os.fstat(fd).st_size
         self.path, self.fd, self.part, self.torn, self.checked = path, fd, part, False, size
         self.limit = max(int(self.settings["max_file_size_mb"] * 1e6), 2 * size)   # much may be open
@@ -490,6 +519,7 @@ class _Tracer:
             except OSError:   # a file system without hard links
                 os.replace(path, names[1])
 
+
     def look_for_rank(self) -> None:
         """Give a rank that becomes known late (torch.distributed, no launcher) a file of its own."""
         if self.who["known"]:
@@ -507,6 +537,8 @@ class _Tracer:
         if state.st_nlink:
             self.checked = state.st_size
             return
+        # No name is left. Writes go on without an error, into a file that nobody will ever see: what has been
+        # written since the last look is lost, and is counted by its newlines.
         with self.lock:
             size = os.fstat(self.fd).st_size
             gone = os.pread(self.fd, size - self.checked, self.checked).count(b"\n")
@@ -536,7 +568,7 @@ class _Tracer:
                   "stall_timeout_s": settings["stall_timeout_s"], "part": part,
                   "versions": {"python": "%d.%d.%d" % sys.version_info[:3],
                                "torch": getattr(sys.modules.get("torch"), "__version__", None)}}
-        del header["known"]
+        del header["known"]   # ours: whether the rank is more than a guess
         if part:
             header["continues"] = os.path.basename(self.path)
         return header
@@ -545,7 +577,7 @@ class _Tracer:
 
     def name(self, name: str) -> _Name:
         """The entry of a name that has none yet."""
-        if len(self.names) >= MAX_NAMES:
+        if len(self.names) >= MAX_NAMES:   # somebody numbers his names
             self.names.clear()
         name = name if type(name) is str else _text(name)
         if name not in self.names:
@@ -562,8 +594,9 @@ class _Tracer:
         """The D record of a call site, or nothing if this file has it."""
         code, line = frame.f_code, frame.f_lineno
         info.code, info.lasti = code, frame.f_lasti
+        # A task's caller is the event loop: of a decorated coroutine, its own place is worth more.
         if frame.f_globals.get("__name__", "").startswith("asyncio.") and hasattr(function, "__code__"):
-            code, line = function.__code__, function.__code__.co_firstlineno   # a task has no caller
+            code, line = function.__code__, function.__code__.co_firstlineno
         place = f"{code.co_filename}:{line}:{getattr(code, 'co_qualname', code.co_name)}"
         if place in info.places:
             return b""
@@ -575,7 +608,7 @@ class _Tracer:
         text = ""
         if get_ident() != self.main_ident:
             text = getattr(self.threads, "text", None)
-            if text is None:
+            if text is None:   # this thread's first record in this file
                 text = self.threads.text = f',"tid":{threading.get_native_id()}'
                 name = _json(threading.current_thread().name)
                 self.write(f'{{"ph":"D"{text},"at":{name}}}\n'.encode())
@@ -600,6 +633,7 @@ def _no_progress() -> int:
 
 
 def _worker_label(is_child: bool) -> Any:
+    # A data-loader worker's number, else the name that multiprocessing gave the child, else "fork".
     data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     if info is not None:
@@ -639,12 +673,14 @@ class log_trace_span:
         """Say that this rank's own work in the span is done and the rest is waiting. Any thread may."""
         tracer = self.tracer
         if tracer is not None and tracer is _tracer:
+            # The thread and task written are the span's, not the caller's: readers match the two by them.
             span = self.copies[-1] if self.copies else self
             tracer.last_us = now_us = tracer.now_us()
             args = f'"args":{{"span":{span.info.text[7:]}}}'
             tracer.write(f'{{"ph":"i","ts":{now_us},"name":"ready"{span.rest},{args}}}\n'.encode())
 
     def _copy(self, function: Any = None) -> "log_trace_span":
+        # stacklevel: whoever enters a copy is a function of this file, one more than its user.
         copy = log_trace_span(self.name, self.description, self.sync, self.args, self.stacklevel + 1)
         copy.function = function
         return copy
@@ -660,8 +696,9 @@ class log_trace_span:
             @functools.wraps(function)
             async def wrapper(*args, **kwargs):
                 with self._copy(function):
+                    # What `yield from` does for plain generators: values and exceptions pass both ways.
                     generator = function(*args, **kwargs)
-                    try:   # what `yield from` does for plain generators
+                    try:
                         item = await generator.__anext__()
                         while True:
                             try:
@@ -682,13 +719,17 @@ class log_trace_span:
                     return (yield from function(*args, **kwargs))
         else:
             @functools.wraps(function)
-            def wrapper(*args, **kwargs):
+            def wrapper(*args, **kwargs):   # only here is a call short enough for the question to pay
                 if _tracer is None or _is_compiling():
                     return function(*args, **kwargs)
                 with self._copy(function):
                     return function(*args, **kwargs)
         return wrapper
 
+
+# The two ends of a span, as functions so that _switch can put them into the class. Nearly all that tracing
+# costs is spent here: hence the locals, the copies of _Tracer.now_us and .write, and a lock held for no more
+# than the write and the room it took.
 
 def _enter(span: log_trace_span) -> log_trace_span:
     tracer = _tracer
@@ -701,12 +742,13 @@ def _enter(span: log_trace_span) -> log_trace_span:
     try:
         try:
             info = tracer.names[span.name]
-        except (KeyError, TypeError):
+        except (KeyError, TypeError):   # a new name, or one that cannot be a key
             info = tracer.name(span.name)
         try:
             frame = _getframe(span.stacklevel - 1)
         except ValueError:   # a stacklevel beyond the stack
             frame = _getframe(1)
+        # What the begin says beyond its name. step and where are the end's too; tags, sync and args are not.
         here = _step_here.get()
         step, more = here.texts if here is _step_everywhere else _step_texts(here)
         if span.sync:
@@ -717,9 +759,10 @@ def _enter(span: log_trace_span) -> log_trace_span:
         span.where = where = "" if is_plain else tracer.where()
         span.tracer, span.info, span.copies = tracer, info, None
         span.rest = rest = step + where
+        # The clock is read as late as the line permits, so that the span is the user's time and not ours.
         span.begin_us = tracer.last_us = now_us = (monotonic_ns() + tracer.offset_ns) // 1000
         span.line = line = f'{{"ph":"B","ts":{now_us},{info.text}{rest}{more}}}\n'.encode()
-        if frame.f_lasti != info.lasti or frame.f_code is not info.code:
+        if frame.f_lasti != info.lasti or frame.f_code is not info.code:   # not where it was last entered
             line = tracer.definition(info, frame, getattr(span, "function", None)) + line
         with tracer.lock:
             written = _os_write(tracer.fd, line) if tracer.room > 0 else 0
@@ -765,7 +808,7 @@ def _exit(span: log_trace_span, kind: Any = None, error: Any = None, trace: Any 
 
 
 def _exit_copy(span: log_trace_span, kind: Any, error: Any) -> bool:
-    # The last begin of this very thread and task ends: that of a copy, or (False) that of the object itself.
+    """End the last begin of this thread and task: that of a copy, or (False) that of the object itself."""
     where = span.tracer.where()
     for i in range(len(span.copies) - 1, -1, -1):
         if span.copies[i].where == where:
@@ -785,13 +828,14 @@ def _end_texts(span: log_trace_span, kind: Any, error: Any) -> str:
     step, more = _step_texts(_step_here.get())
     if not span.rest.startswith(step):
         more = ""   # another step's tags
+    # Exceptions that only say that a generator is done are no errors.
     if kind is not None and not issubclass(kind, (GeneratorExit, StopIteration, StopAsyncIteration)):
         more += f',"err":{_json(f"{kind.__name__}: {_text(error)}")}'
     return more
 
 
 def _switch(on: bool) -> None:
-    # The methods themselves are exchanged, so that a span that is off does not even ask whether it is.
+    """Exchange the methods themselves, so that a span that is off does not even ask whether it is."""
     log_trace_span.__enter__, log_trace_span.__exit__ = (_enter, _exit) if on else _OFF
 
 
@@ -813,6 +857,7 @@ def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, s
             info = tracer.names.get(name) or tracer.name(name)
             if not info.places:
                 definitions += tracer.definition(info, _caller(stacklevel))
+            # Ordinary numbers are their own JSON text; value - value tells NaN and infinities.
             kind = type(value)
             if not (kind is float and value - value == 0.0 or kind is int and -2**63 <= value < 2**63):
                 value = _number_text(value)
@@ -832,6 +877,7 @@ def log_trace_scalar(scalars: Dict[str, float], *, step: Optional[int] = None, s
 
 
 def _number_text(value: Any) -> Optional[str]:
+    """Any other number as JSON text, or None for what is none: a text that reads like one is no number."""
     if isinstance(value, (str, bytes, bool)):
         return None
     plain = _plain(value, 2, [2])
