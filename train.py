@@ -2022,10 +2022,10 @@ CHANGES = {
     "seed": "the order of the samples is another from here on",
     "model": "the weights are the checkpoint's",
     "optimizer": "its settings are the new ones",
-    "precision": "rounding differs", "parallel": "rounding differs", "compile": "rounding differs",
-    "tf32": "rounding differs", "schedule": "the learning rate is the new schedule's at this step",
-    "epochs": "the learning rate is the new schedule's at this step",
-    "max_steps": "the learning rate is the new schedule's at this step", "clip_norm": "",
+    **dict.fromkeys(("precision", "parallel", "compile", "tf32"), "rounding differs"),
+    **dict.fromkeys(("schedule", "epochs", "max_steps"),
+                    "the learning rate is the new schedule's at this step"),
+    "clip_norm": "",
 }
 
 
@@ -2483,7 +2483,7 @@ class Trainer:
         # Model and data, and where in them to begin.
         seed_everything(recipe.seed)  # the same weights on every rank
         self.model = state.model = build(recipe.model).to(world.device)
-        saved = self.load_weights()
+        saved = self.load_initial_weights()
         self.train_loader = build_loader(recipe, recipe.train_data, world, training=True)
         self.val_loader = None
         if recipe.val_data:
@@ -2491,10 +2491,10 @@ class Trainer:
         self.batches_per_epoch = self.count_batches()
         if saved:
             self.restore_position(saved)
-        self.total_steps = state.max_steps = self.count_total_steps()
+        state.max_steps = self.count_total_steps()
         if saved and self.start.asked_for and self.finished():
             raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step} of"
-                              f" {self.total_steps}, epoch {state.epoch} of {recipe.epochs}. To go on give it"
+                              f" {state.max_steps}, epoch {state.epoch} of {recipe.epochs}. To go on give it"
                               f" more: max_steps= or epochs=")
 
         # The model that the loop calls, and what changes its weights.
@@ -2523,7 +2523,7 @@ class Trainer:
         self.hooks = dispatcher
         seed_everything(mixed_seed(recipe.seed, world.rank))  # from here on each rank draws its own numbers
         logger.info("%s: %d parameters, %s steps, %d x %s%s, run directory %s", type(self.model).__name__,
-                    sum(parameter.numel() for parameter in self.model.parameters()), self.total_steps or "?",
+                    sum(parameter.numel() for parameter in self.model.parameters()), state.max_steps or "?",
                     world.world_size, world.device.type, f" with {recipe.parallel}" if world.store else "",
                     self.run_dir)
 
@@ -2593,7 +2593,8 @@ class Trainer:
 
     def finished(self) -> bool:
         """Whether the last step of the run is done."""
-        return self.state.step >= (self.total_steps or sys.maxsize) or self.state.epoch >= self.recipe.epochs
+        state = self.state
+        return state.step >= (state.max_steps or sys.maxsize) or state.epoch >= self.recipe.epochs
 
     def train_epoch(self) -> None:
         """One pass over the data, or what is left of it after a resume."""
@@ -2740,7 +2741,7 @@ class Trainer:
 
     def set_lr(self, step: int) -> float:
         """Set the learning rate of every parameter group; returns the first one's."""
-        factor = lr_factor(self.recipe.schedule, step, self.total_steps)
+        factor = lr_factor(self.recipe.schedule, step, self.state.max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["full_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
@@ -2915,7 +2916,7 @@ class Trainer:
         self.stopper.mark()
         state.paused_s += time.perf_counter() - start
 
-    def load_weights(self) -> dict | None:
+    def load_initial_weights(self) -> dict | None:
         """The weights to begin with, before the model is wrapped; returns the checkpoint of a resume."""
         if self.start.checkpoint:
             saved = load_checkpoint(self.start.checkpoint, "resume")
