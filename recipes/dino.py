@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MASK = 256  # the token that hides a byte; 0 to 255 are the bytes themselves
 
 
-# ---- Data -----------------------------------------------------------------------------------------------------
+# ---- Data --------------------------------------------------------------------------------------------------
 
 
 def source_files(path: "str | None", split: str) -> "list[Path]":
@@ -93,10 +93,12 @@ class Views(Dataset):
 def cut(text: bytes, length: int) -> "list[Tensor]":
     """A file's bytes in snippets of one length; the rest of it is left out."""
     whole = len(text) // length * length
-    return list(torch.frombuffer(bytearray(text[:whole]), dtype=torch.uint8).view(-1, length)) if whole else []
+    if not whole:
+        return []
+    return list(torch.frombuffer(bytearray(text[:whole]), dtype=torch.uint8).view(-1, length))
 
 
-# ---- Model ----------------------------------------------------------------------------------------------------
+# ---- Model -------------------------------------------------------------------------------------------------
 
 
 class Backbone(nn.Module):
@@ -107,7 +109,8 @@ class Backbone(nn.Module):
 
     def __init__(self, width: int, num_buckets: int = 4096) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(rows, width) for rows in (MASK + 1, num_buckets, num_buckets))
+        num_rows = (MASK + 1, num_buckets, num_buckets)
+        self.tables = nn.ModuleList(nn.Embedding(rows, width) for rows in num_rows)
         for table in self.tables:
             nn.init.normal_(table.weight, std=0.02)  # small: training can soon change them
         self.norm = nn.LayerNorm(width)
@@ -158,7 +161,7 @@ class SelfDistillation(nn.Module):
         self.register_buffer("batch_center", torch.zeros(num_prototypes), persistent=False)
 
     def forward(self, whole: Tensor, masked: Tensor, small: Tensor) -> "dict[str, Tensor]":
-        """whole, masked (B, 2, T), small (B, S, t) -> loss in nats; for hooks the teacher's logits (2, B, K)."""
+        """whole, masked (B, 2, T), small (B, S, t) -> loss in nats and the teacher's logits (2, B, K)."""
         with torch.no_grad():
             logits = torch.stack([self.run(self.teacher, view) for view in whole.unbind(1)])  # (2, B, K)
             if self.training:
@@ -181,7 +184,7 @@ class SelfDistillation(nn.Module):
 
 
 def sinkhorn(logits: Tensor, num_rounds: int = 3) -> Tensor:
-    """(B, K) -> probabilities whose sums over the batch are alike for all prototypes; of this rank's batch."""
+    """(B, K) -> probabilities whose sums over this rank's batch are alike for all prototypes."""
     shares = torch.exp(logits - logits.max())
     for _ in range(num_rounds):
         shares = shares / shares.sum(0, keepdim=True).clamp(min=1e-12)
@@ -189,7 +192,7 @@ def sinkhorn(logits: Tensor, num_rounds: int = 3) -> Tensor:
     return shares
 
 
-# ---- Hooks ----------------------------------------------------------------------------------------------------
+# ---- Hooks -------------------------------------------------------------------------------------------------
 
 
 class TeacherUpdate:
@@ -223,7 +226,9 @@ class TeacherUpdate:
         teacher, student = list(model.teacher.parameters()), list(model.student.parameters())
         torch._foreach_lerp_(teacher, student, 1 - momentum)
         if dist.is_initialized():
-            with self.span("TeacherUpdate.center", sync=True) if self.span else contextlib.nullcontext() as span:
+            # The ranks wait for each other here: a trace says so.
+            meeting = self.span("TeacherUpdate.center", sync=True) if self.span else contextlib.nullcontext()
+            with meeting as span:
                 if span is not None:
                     span.ready()
                 dist.all_reduce(model.batch_center)
@@ -241,7 +246,8 @@ class NearestNeighbours:
     package, and the untrained features, whose accuracy is in the log at the start.
     """
 
-    emits = {"val/knn_accuracy": "share", "val/knn_accuracy_bytes": "share", "val/knn_accuracy_chance": "share"}
+    emits = {"val/knn_accuracy": "share", "val/knn_accuracy_bytes": "share",
+             "val/knn_accuracy_chance": "share"}
 
     def __init__(self, path: "str | None" = None, snippet_bytes: int = 512, num_neighbours: int = 10,
                  num_packages: int = 12, snippets_per_package: int = 100) -> None:
@@ -288,7 +294,8 @@ class NearestNeighbours:
 
 
 def labelled(bank: dict, packages: list, per_package: int) -> "tuple[Tensor, Tensor]":
-    """Snippets (N, bytes) int64 and the numbers of their packages (N,), evenly over each package's snippets."""
+    """Snippets (N, bytes) int64 and their packages' numbers (N,), evenly over each package's snippets."""
     chosen = [(snippet, number) for number, package in enumerate(packages)
               for snippet in bank[package][:: max(len(bank[package]) // per_package, 1)][:per_package]]
-    return torch.stack([snippet for snippet, _ in chosen]).long(), torch.tensor([number for _, number in chosen])
+    snippets, numbers = zip(*chosen)
+    return torch.stack(snippets).long(), torch.tensor(numbers)

@@ -28,7 +28,8 @@ def train(folder, *overrides, timeout_s=240):
 @pytest.mark.long
 def test_features_become_better_than_histograms_and_chance(tmp_path):
     found, log = train(tmp_path, timeout_s=600)
-    accuracy, by_bytes, by_chance = (found[f"val/knn_accuracy{name}"][400] for name in ("", "_bytes", "_chance"))
+    accuracy, by_bytes, by_chance = (found[f"val/knn_accuracy{name}"][400] for name in ("", "_bytes",
+                                                                                        "_chance"))
     untrained = float(log.partition("nearest neighbours before training: knn_accuracy ")[2].split()[0])
     # Seen: 0.47 against 0.32, 0.09 and, untrained, 0.37.
     assert accuracy > by_bytes + 0.08 and accuracy > untrained + 0.04 and accuracy > 3 * by_chance
@@ -38,11 +39,13 @@ def test_features_become_better_than_histograms_and_chance(tmp_path):
 
 
 def test_a_collapse_shows(tmp_path):
-    found, _ = train(tmp_path, "model.balance=none", "schedule={kind: constant}", "max_steps=80", "eval_every=80",
+    found, _ = train(tmp_path, "model.balance=none", "schedule={kind: constant}", "max_steps=80",
+                     "eval_every=80",
                      "val_data.max_samples=64", "hooks.NearestNeighbours.snippets_per_package=20",
                      "hooks.TeacherUpdate.momentum=0.9")
     assert found["entropy/mean"][80] < 0.3 * found["entropy/mean"][10]
-    assert found["prototypes/teacher.head/perplexity"][80] < 2 < found["prototypes/teacher.head/perplexity"][10]
+    perplexity = found["prototypes/teacher.head/perplexity"]
+    assert perplexity[80] < 2 < perplexity[10]
     assert found["train_batch/loss"][80] < 0.5 < found["train_batch/loss"][1]  # as if all was well
     assert found["entropy/temperature"][80] == pytest.approx(0.04 + 0.02 * 0.8)
     assert {key.rsplit("/", 1)[0] for key in found if key.startswith(("feature_std", "prototypes"))} == {
@@ -101,6 +104,7 @@ def test_the_teacher_follows_the_student():
 def test_neighbours_by_hand():
     judge = NearestNeighbours.__new__(NearestNeighbours)
     judge.num_neighbours = 2
-    known, labels = torch.tensor([[1.0, 0.1], [1.0, -0.1], [-1.0, 0.1], [-1.0, -0.1]]), torch.tensor([0, 0, 1, 1])
+    known = torch.tensor([[1.0, 0.1], [1.0, -0.1], [-1.0, 0.1], [-1.0, -0.1]])
+    labels = torch.tensor([0, 0, 1, 1])
     asked, truth = torch.tensor([[2.0, 0.0], [-3.0, 0.0], [-1.0, 0.0]]), torch.tensor([0, 1, 0])
     assert judge.accuracy(known, asked, labels, truth) == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""The hook contract and its dispatcher, the timing, log-line and garbage hooks, and every built-in hook alone."""
+"""The hook contract and its dispatcher; timing, log-line and garbage hooks; every built-in hook alone."""
 
 import gc
 import logging
@@ -23,7 +23,8 @@ from hooks import (EVENTS, GarbageCollector, HookDispatcher, HookError, Informat
                    IterationTimer)
 
 BUILT_IN = {name: kind for name, kind in vars(hooks_file).items()
-            if isinstance(kind, type) and not name.startswith("_") and any(hasattr(kind, event) for event in EVENTS)}
+            if isinstance(kind, type) and not name.startswith("_")
+            and any(hasattr(kind, event) for event in EVENTS)}
 
 
 class Recorder:
@@ -40,12 +41,13 @@ class Recorder:
         self.calls.append((self.name, "end"))
 
 
-# ---- The dispatcher -------------------------------------------------------------------------------------------------
+# ---- The dispatcher ----------------------------------------------------------------------------------------
 
 
 def test_hooks_run_in_order_and_their_numbers_are_floats():
     calls = []
-    returned = {"a": torch.tensor(1.5), "b": 2, "c": torch.tensor([True]), "d": torch.tensor(7, dtype=torch.int64),
+    returned = {"a": torch.tensor(1.5), "b": 2, "c": torch.tensor([True]),
+                "d": torch.tensor(7, dtype=torch.int64),
                 "e": torch.tensor(0.25, dtype=torch.bfloat16), "f": 2**40 + 1}
     hooks = HookDispatcher({"one": Recorder("one", calls, returned), "two": Recorder("two", calls),
                             "three": Recorder("three", calls, {"g": torch.tensor(1.0, requires_grad=True)})})
@@ -65,8 +67,8 @@ def test_an_events_tensors_are_copied_at_once_and_collect_copies_nothing(monkeyp
             calls[_name] += 1
             return _original(self, *args)
         monkeypatch.setattr(torch.Tensor, name, counted)
-    hooks = HookDispatcher({name: Recorder(name, [], {f"{name}{i}": torch.tensor(float(i)) for i in range(50)})
-                            for name in "ab"})
+    numbers = {name: {f"{name}{i}": torch.tensor(float(i)) for i in range(50)} for name in "ab"}
+    hooks = HookDispatcher({name: Recorder(name, [], numbers[name]) for name in "ab"})
     state = SimpleNamespace(step=1)
     assert isinstance(hooks.collect("after_step", state)["a7"], torch.Tensor)
     assert calls == {"tolist": 0, "item": 0, "cpu": 0, "__float__": 0}
@@ -82,11 +84,12 @@ EVENT_LIST = ", ".join(EVENTS)
 
 
 @pytest.mark.parametrize("hook, message", [
-    (hook_with(after_stp=lambda state: None), "hook 'my' (MyHook) has a method 'after_stp', which is no event; did you"
+    (hook_with(after_stp=lambda state: None),
+     "hook 'my' (MyHook) has a method 'after_stp', which is no event; did you"
      f" mean 'after_step'?; there are {EVENT_LIST}. If it is none of them, begin its name with _"),
-    (hook_with(after_step=lambda state: None, before_training=lambda state: None), "hook 'my' (MyHook) has a method"
-     f" 'before_training', which is no event; did you mean 'before_train'?; there are {EVENT_LIST}. If it is none of"
-     " them, begin its name with _"),
+    (hook_with(after_step=lambda state: None, before_training=lambda state: None),
+     "hook 'my' (MyHook) has a method 'before_training', which is no event; did you mean 'before_train'?;"
+     f" there are {EVENT_LIST}. If it is none of them, begin its name with _"),
     (hook_with(run=lambda state: None), f"hook 'my' (MyHook) has none of the events {EVENT_LIST}"),
     (Recorder, "hook 'my' is a class; wanted an object: Recorder(...)"),
     (hook_with(after_step=lambda: None), "hook 'my' (MyHook): after_step must take one argument, the state")])
@@ -116,8 +119,8 @@ def test_a_hook_that_raises_is_named():
 @pytest.mark.parametrize("returned, text", [
     (3.0, "it returned float; wanted None or a dict of key -> number"),
     ({"a": "high"}, "it returned 'high' for 'a'; wanted text -> number or one-element tensor"),
-    ({"a": torch.ones(2, 3)}, "it returned a tensor of shape (2, 3) for 'a'; wanted text -> number or one-element"
-                              " tensor"),
+    ({"a": torch.ones(2, 3)}, "it returned a tensor of shape (2, 3) for 'a'; wanted text -> number or"
+                              " one-element tensor"),
     ({1: 2.0}, "it returned 2.0 for 1; wanted text -> number or one-element tensor")])
 def test_what_no_hook_may_return(returned, text):
     with pytest.raises(HookError) as caught:
@@ -141,8 +144,8 @@ def test_two_hooks_with_one_key_are_said_once(caplog):
     for _ in range(3):
         assert hooks.call("after_step", SimpleNamespace(step=1)) == {"x/y": 2.0}
     assert [record.getMessage() for record in caplog.records] == [
-        "hooks 'a' and 'b' both write 'x/y' (in after_step): the later one wins; give one of them a prefix or other"
-        " modules"]
+        "hooks 'a' and 'b' both write 'x/y' (in after_step): the later one wins; give one of them a prefix"
+        " or other modules"]
 
 
 def test_each_call_is_a_span_of_its_own():
@@ -162,7 +165,7 @@ def test_each_call_is_a_span_of_its_own():
     assert spans == ["> a.after_step", ("a", 1), "< a.after_step", "> b.after_step", "< b.after_step"]
 
 
-# ---- IterationTimer and InformationWriter ---------------------------------------------------------------------------
+# ---- IterationTimer and InformationWriter ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -174,9 +177,10 @@ def clock(monkeypatch):
 
 
 def drive(hooks, clock, steps, pauses={}, counts_pauses=True, **state):
-    """Steps of 0.5 s, 0.1 of them for data; after some of them evaluation (or saving) takes `pauses` seconds."""
-    state = SimpleNamespace(**{"step": 0, "epoch": 0, "world_size": 2, "rank": 0, "num_samples": 8, "num_tokens": None,
-                               "data_s": 0.1, "metrics": {"loss": torch.tensor(1.25)}, "lr": 3e-4, "max_steps": steps,
+    """Steps of 0.5 s, 0.1 of them for data; after some of them evaluation takes `pauses` seconds."""
+    state = SimpleNamespace(**{"step": 0, "epoch": 0, "world_size": 2, "rank": 0, "num_samples": 8,
+                               "num_tokens": None, "data_s": 0.1, "metrics": {"loss": torch.tensor(1.25)},
+                               "lr": 3e-4, "max_steps": steps,
                                "device": "cpu", **state})
     if counts_pauses:
         state.paused_s = 0.0
@@ -203,7 +207,8 @@ def test_speed_of_the_whole_world_without_evaluation(clock, counts_pauses):
     assert [step for step, numbers in found.items() if numbers] == [4, 8, 10]  # every fourth, and the last
     for step in (4, 8, 10):
         assert found[step] == pytest.approx({
-            "speed/samples_per_s": 32.0, "speed/tokens_per_s": 400.0, "speed/steps_per_s": 2.0, "speed/batch_s": 0.5,
+            "speed/samples_per_s": 32.0, "speed/tokens_per_s": 400.0, "speed/steps_per_s": 2.0,
+            "speed/batch_s": 0.5,
             "speed/data_s": 0.1})
 
 
@@ -217,8 +222,8 @@ def test_the_log_line(clock, caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 14  # 13 and the last step
     # The 30 s of evaluation are in what remains: (399 * 0.5 + 30) / 399 * 5000 s.
-    assert lines[0] == ("step 400/5400 | epoch 0 | loss 1.2500 | lr 3.00e-04 | data 0.100 (0.100) s | batch 0.500"
-                        " (0.500) s | 32.00 samples/s 20,000 tokens/s | remaining 0:47:56")
+    assert lines[0] == ("step 400/5400 | epoch 0 | loss 1.2500 | lr 3.00e-04 | data 0.100 (0.100) s | batch"
+                        " 0.500 (0.500) s | 32.00 samples/s 20,000 tokens/s | remaining 0:47:56")
     assert lines[-1].startswith("step 5400/5400 | ") and lines[-1].endswith("remaining 0:00:00")
 
 
@@ -239,7 +244,11 @@ def test_timing_does_not_touch_the_device_between_log_steps(clock, monkeypatch):
     touched = []
     for name in ("item", "tolist", "cpu", "__float__"):
         original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *a, _n=name, _o=original: (touched.append(_n), _o(self, *a))[1])
+
+        def noted(self, *args, _name=name, _original=original):
+            touched.append(_name)
+            return _original(self, *args)
+        monkeypatch.setattr(torch.Tensor, name, noted)
     hooks = HookDispatcher({"t": IterationTimer(10), "w": InformationWriter(10), "g": GarbageCollector()})
     drive(hooks, clock, 9, max_steps=20)
     assert touched == []
@@ -247,7 +256,7 @@ def test_timing_does_not_touch_the_device_between_log_steps(clock, monkeypatch):
     assert touched == ["tolist"]  # the loss, for the line
 
 
-# ---- GarbageCollector -----------------------------------------------------------------------------------------------
+# ---- GarbageCollector --------------------------------------------------------------------------------------
 
 
 def test_garbage_is_collected_at_its_steps_only_and_as_usual_again_at_the_end():
@@ -289,7 +298,7 @@ def test_garbage_is_collected_at_its_steps_only_and_as_usual_again_at_the_end():
     assert gc.isenabled() and spans == ["gc", "gc"] and gc.get_freeze_count() == 0
 
 
-# ---- Every built-in hook --------------------------------------------------------------------------------------------
+# ---- Every built-in hook -----------------------------------------------------------------------------------
 
 
 class Distilling(nn.Module):
@@ -298,7 +307,8 @@ class Distilling(nn.Module):
     def __init__(self):
         super().__init__()
         self.student = nn.ModuleDict({"backbone": nn.Linear(3, 4), "head": nn.Linear(4, 5)})
-        self.teacher = nn.ModuleDict({"backbone": nn.Linear(3, 4), "head": nn.Linear(4, 5)}).requires_grad_(False)
+        self.teacher = nn.ModuleDict({"backbone": nn.Linear(3, 4),
+                                      "head": nn.Linear(4, 5)}).requires_grad_(False)
 
     def forward(self, x):
         logits = self.student["head"](self.student["backbone"](x))
@@ -311,7 +321,8 @@ def train(hooks, steps, folder, **more):
     torch.manual_seed(0)
     model = Distilling()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = SimpleNamespace(model=model, optimizer=optimizer, step=0, max_steps=steps, device="cpu", run_dir=folder,
+    state = SimpleNamespace(model=model, optimizer=optimizer, step=0, max_steps=steps, device="cpu",
+                            run_dir=folder,
                             clip_norm=1.0, num_samples=6, num_tokens=6, **more)
     found = hooks.call("before_train", state)
     for state.step in range(1, steps + 1):
@@ -328,7 +339,8 @@ def train(hooks, steps, folder, **more):
 
 SETTINGS = {"FeatureStdMonitor": {"track_channels": True}, "ResourceUtilizationLogger": {"per_process": True},
             "RuntimeProfiler": {"start_step": 2, "warmup": 1, "active": 1}}
-NEEDS_GPU = ("gpu", "torch_", "peak_memory")  # keys that this machine may not have; test_resources.py has them
+# Keys that this machine may not have; test_resources.py has them.
+NEEDS_GPU = ("gpu", "torch_", "peak_memory")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -340,7 +352,8 @@ def test_every_built_in_hook_alone_emits_what_it_says(name, tmp_path, monkeypatc
     for key in found:
         assert any(pattern.match(key) for pattern in patterns.values()), f"{key} is not in {name}.emits"
     unseen = {key for key, pattern in patterns.items() if not any(map(pattern.match, found))}
-    assert not {key for key in unseen if not any(part in key for part in NEEDS_GPU) and not key.endswith("_max")}
+    assert not {key for key in unseen if not any(part in key for part in NEEDS_GPU)
+                and not key.endswith("_max")}
     assert not any(module._forward_hooks for module in model.modules())
     docstring = kind.__doc__
     assert "emits:" in docstring and "costs:" in docstring
@@ -365,8 +378,8 @@ def test_a_wrong_log_frequency_is_refused(name, wrong):
     except TypeError:
         assert name in ("ParameterCounter", "RuntimeProfiler")  # they have no period
     except ValueError as error:
-        assert str(error) == (f"{name}: log_frequency is {wrong!r}; wanted a whole number of steps, 1 or more (to"
-                              f" switch the hook off, leave it out)")
+        assert str(error) == (f"{name}: log_frequency is {wrong!r}; wanted a whole number of steps, 1 or"
+                              f" more (to switch the hook off, leave it out)")
     else:
         pytest.fail("it was accepted")
 
@@ -384,7 +397,8 @@ for step in (1, 2):
     state = SimpleNamespace(model=model, step=step, clip_norm=1.0)
     print(sorted(hooks.call("after_backward", state)))
 """
-    done = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"],
+    done = subprocess.run([sys.executable, "-I", "-c",
+                           f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "['grad_norm/clip_coef', 'grad_norm/layers/(root)',"

@@ -16,7 +16,8 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from hooks import FeatureStdMonitor, HookDispatcher, HookError, LogitEntropyLogger, PrototypeUsageLogger  # noqa: E402
+from hooks import (FeatureStdMonitor, HookDispatcher, HookError, LogitEntropyLogger,  # noqa: E402
+                   PrototypeUsageLogger)
 
 
 class Same(nn.Module):
@@ -87,13 +88,16 @@ def test_all_forwards_of_a_step_count_as_one_set_of_tokens():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("constant", [1000.0, 0.1, -3e-5])
 def test_a_constant_feature_has_exactly_no_spread(dtype, constant):
-    found = only(watch(FeatureStdMonitor(), network(), *torch.full((2, 999, 3), constant, dtype=dtype)), STUDENT)
-    assert found == dict.fromkeys(("global", "channel_mean", "channel_min", "channel_max", "effective_rank"), 0.0)
+    found = only(watch(FeatureStdMonitor(), network(), *torch.full((2, 999, 3), constant, dtype=dtype)),
+                 STUDENT)
+    assert found == dict.fromkeys(("global", "channel_mean", "channel_min", "channel_max", "effective_rank"),
+                                  0.0)
 
 
 def test_small_spread_on_a_large_mean_is_not_lost():
     x = torch.tensor([[1000.0], [1001.0]]).repeat(5000, 1).half()  # half precision has steps of 0.5 here
-    assert only(watch(FeatureStdMonitor(), network(), x), STUDENT)["channel_mean"] == pytest.approx(0.5, rel=1e-12)
+    found = only(watch(FeatureStdMonitor(), network(), x), STUDENT)
+    assert found["channel_mean"] == pytest.approx(0.5, rel=1e-12)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
@@ -121,7 +125,8 @@ def test_outputs_of_many_shapes(wrap):
 def test_an_output_without_features_is_named():
     model = network()
     model.student["backbone"].wrap = lambda x: "text"
-    with pytest.raises(ValueError, match=r"module 'student.backbone': its output holds no feature tensor; wanted"):
+    message = "module 'student.backbone': its output holds no feature tensor; wanted"
+    with pytest.raises(ValueError, match=message):
         watch(FeatureStdMonitor(), model, torch.ones(2))
 
 
@@ -151,8 +156,8 @@ def test_modules_by_pattern_on_clean_names(caplog):
     assert keys(["teacher.hea?", "blocks.1"]) == {"teacher.head", "blocks.1"}
     with pytest.raises(HookError) as caught:
         keys(["student.bakbone", "blocks.*"])
-    assert "modules: no module of the model matches 'student.bakbone'; nearest of 10 names: 'student.backbone'" in str(
-        caught.value)
+    assert ("modules: no module of the model matches 'student.bakbone'; nearest of 10 names:"
+            " 'student.backbone'" in str(caught.value))
     with pytest.raises(ValueError, match="FeatureStdMonitor: modules is 3; wanted names or patterns"):
         FeatureStdMonitor(modules=3)
     assert not caplog.records or all("gave no output" in record.getMessage() for record in caplog.records)
@@ -161,8 +166,8 @@ def test_modules_by_pattern_on_clean_names(caplog):
 def test_a_model_without_students_is_said_once_and_watched_not_at_all(caplog):
     assert watch(FeatureStdMonitor(), nn.Sequential(Same()), torch.ones(2, 2), name="0") == {}
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
-        "FeatureStdMonitor watches nothing: no module matches its defaults '**student.backbone', '**student_backbone',"
-        " '**teacher.backbone', '**teacher_backbone'"]
+        "FeatureStdMonitor watches nothing: no module matches its defaults '**student.backbone',"
+        " '**student_backbone', '**teacher.backbone', '**teacher_backbone'"]
 
 
 def test_other_steps_and_evaluation_are_not_watched():
@@ -204,7 +209,8 @@ def test_checkpointed_forwards_count_once_and_compiled_ones_count():
         for state.step in (1, 2, 3, 4):
             hooks.call("before_step", state)
             model(x).backward()
-            found[way, state.step] = {**hooks.call("after_backward", state), **hooks.call("after_step", state)}
+            found[way, state.step] = {**hooks.call("after_backward", state),
+                                      **hooks.call("after_step", state)}
         hooks.call("after_train", state)
     for way in ("plain", "checkpointed", "compiled"):
         assert found[way, 1] == found[way, 3] == {}
@@ -212,7 +218,7 @@ def test_checkpointed_forwards_count_once_and_compiled_ones_count():
     assert found["plain", 2]["prototypes/student.head/tokens_per_used"] >= 20 / 6
 
 
-# ---- Prototypes ---------------------------------------------------------------------------------------------------
+# ---- Prototypes --------------------------------------------------------------------------------------------
 
 
 def test_prototype_usage_by_hand():
@@ -221,17 +227,21 @@ def test_prototype_usage_by_hand():
     found = only(watch(PrototypeUsageLogger(), network(), x[:5].view(1, 5, 4), x[5:], name="student.head"),
                  "prototypes/student.head/")
     entropy = 1.5 * math.log(2)  # 1/2 log 2 + 2 * 1/4 log 4
-    assert found == pytest.approx({"used": 3, "unused_percent": 25.0, "tokens_per_used": 8 / 3, "entropy": entropy,
+    assert found == pytest.approx({"used": 3, "unused_percent": 25.0, "tokens_per_used": 8 / 3,
+                                   "entropy": entropy,
                                    "perplexity": math.exp(entropy)}, rel=1e-12)
 
 
 def test_prototype_usage_at_its_ends():
     def use(x):
-        return only(watch(PrototypeUsageLogger(), network(), x, name="student.head"), "prototypes/student.head/")
+        return only(watch(PrototypeUsageLogger(), network(), x, name="student.head"),
+                    "prototypes/student.head/")
     collapsed = use(torch.tensor([[0.0, 1.0, 0.5, -math.inf]]).repeat(9, 1).half())
-    assert collapsed == {"used": 1, "unused_percent": 75.0, "tokens_per_used": 9.0, "entropy": 0.0, "perplexity": 1.0}
+    assert collapsed == {"used": 1, "unused_percent": 75.0, "tokens_per_used": 9.0, "entropy": 0.0,
+                         "perplexity": 1.0}
     even = use(torch.eye(4))
-    assert even == pytest.approx({"used": 4, "unused_percent": 0.0, "tokens_per_used": 1.0, "entropy": math.log(4),
+    assert even == pytest.approx({"used": 4, "unused_percent": 0.0, "tokens_per_used": 1.0,
+                                  "entropy": math.log(4),
                                   "perplexity": 4.0})
     with_nan = use(torch.tensor([[0.0, math.nan], [0.0, 1.0], [0.0, 2.0]]))
     assert (with_nan["used"], with_nan["tokens_per_used"]) == (1, 2.0)
@@ -239,7 +249,7 @@ def test_prototype_usage_at_its_ends():
     assert nothing["used"] == 0 and nothing["unused_percent"] == 100.0 and math.isnan(nothing["perplexity"])
 
 
-# ---- Entropy ------------------------------------------------------------------------------------------------------
+# ---- Entropy -----------------------------------------------------------------------------------------------
 
 
 def entropy(logits, model=None, step=1, **settings):
@@ -252,7 +262,8 @@ def entropy(logits, model=None, step=1, **settings):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_entropy_by_hand(dtype):
     log3 = math.log(3.0)
-    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0]], [[-math.inf, 2.0, 2.0, -math.inf]], [[9.0, -math.inf, -900.0, -9e4]]])
+    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0]], [[-math.inf, 2.0, 2.0, -math.inf]],
+                           [[9.0, -math.inf, -900.0, -9e4]]])
     found = entropy(logits.to(dtype).clamp(min=-6e4).where(logits > -1e4, -math.inf))
     expected = (math.log(4) + math.log(2) + 0.0) / 3
     assert found == pytest.approx({"entropy/mean": expected, "entropy/normalized": expected / math.log(4),
@@ -263,8 +274,10 @@ def test_entropy_by_hand(dtype):
 
 def test_entropy_stays_between_0_and_log_k():
     uniform = entropy(torch.full((3, 50_257), 1.7))
-    assert uniform["entropy/mean"] <= math.log(50_257) and uniform["entropy/normalized"] == pytest.approx(1.0, rel=1e-5)
-    assert entropy(torch.zeros(2, 1)) == {"entropy/mean": 0.0, "entropy/normalized": 0.0, "entropy/temperature": 1.0}
+    assert uniform["entropy/mean"] <= math.log(50_257)
+    assert uniform["entropy/normalized"] == pytest.approx(1.0, rel=1e-5)
+    assert entropy(torch.zeros(2, 1)) == {"entropy/mean": 0.0, "entropy/normalized": 0.0,
+                                          "entropy/temperature": 1.0}
     assert entropy(torch.zeros(0, 5)) == {}
 
 
@@ -273,7 +286,8 @@ def test_temperature_is_a_number_or_an_attribute_of_the_model():
     logits = torch.tensor([[0.0, math.log(3.0)]])
     sharper = entropy(logits, model, temperature="loss.temperature")
     assert sharper == pytest.approx(entropy(2 * logits) | {"entropy/temperature": 0.5})
-    for path, message in (("loss.temprature", r"SimpleNamespace has no 'temprature'; did you mean 'temperature'\?"),
+    for path, message in (("loss.temprature",
+                           r"SimpleNamespace has no 'temprature'; did you mean 'temperature'\?"),
                           ("loss.name", "'loss.name' of SimpleNamespace is str; wanted a number")):
         with pytest.raises(HookError, match=message):
             entropy(logits, model, temperature=path)
@@ -287,15 +301,15 @@ def test_missing_logits_are_said_once(caplog):
     state = SimpleNamespace(step=1, outputs={"loss": torch.tensor(1.0), "teacher_logits": torch.zeros(2, 2)})
     assert hooks.call("after_step", state) == hooks.call("after_step", state) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "LogitEntropyLogger logs nothing: the model's outputs have no tensor (..., K) 'teacher_logit'; did you mean"
-        " 'teacher_logits'?; they have 'teacher_logits'"]
+        "LogitEntropyLogger logs nothing: the model's outputs have no tensor (..., K) 'teacher_logit'; did"
+        " you mean 'teacher_logits'?; they have 'teacher_logits'"]
 
 
-# ---- Ranks: the figures of all tokens together -----------------------------------------------------------------------
+# ---- Ranks: the figures of all tokens together -------------------------------------------------------------
 
 
 def batches_of(rank):
-    """Uneven: rank 0 has most tokens, rank 1 an empty batch in one module and no forward at all in another."""
+    """Uneven: rank 0 has most tokens, rank 1 an empty batch in one module, in another no forward at all."""
     torch.manual_seed(5)
     x = (torch.randn(24, 4) @ torch.randn(4, 4) + 1000).to(torch.float32)
     return {"student.backbone": [x[:20], x[20:24]][rank], "teacher.backbone": [x[:7], x[:0]][rank],
@@ -355,10 +369,12 @@ def test_figures_are_those_of_all_ranks_tokens_together(tmp_path):
     found = ranks[0]["10"]
     for name, rows in (("student.backbone", x["both"]), ("teacher.backbone", x["teacher.backbone"])):
         alone = watch(FeatureStdMonitor(modules=[name]), network(), rows, name=name)
-        assert only(found, f"feature_std/{name}/") == pytest.approx(only(alone, f"feature_std/{name}/"), rel=1e-9)
+        assert only(found, f"feature_std/{name}/") == pytest.approx(only(alone, f"feature_std/{name}/"),
+                                                                    rel=1e-9)
     for name, rows in (("student.head", x["both"]), ("teacher.head", x["teacher.head"])):
         alone = watch(PrototypeUsageLogger(modules=[name]), network(), rows, name=name)
-        assert only(found, f"prototypes/{name}/") == pytest.approx(only(alone, f"prototypes/{name}/"), rel=1e-9)
+        assert only(found, f"prototypes/{name}/") == pytest.approx(only(alone, f"prototypes/{name}/"),
+                                                                   rel=1e-9)
     # Collectives on log steps only: 3 at step 5 for the features.
     assert (ranks[0]["collectives at 4"], ranks[0]["collectives at 9"]) == (0, 3)
     assert ranks[1]["spans"] == [["FeatureStdMonitor.exchange", True], "ready"] * 2 + [

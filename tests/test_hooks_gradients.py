@@ -1,4 +1,4 @@
-"""GradientNormLogger against norms worked out by hand, and against one process with the whole batch under DDP and FSDP.
+"""GradientNormLogger against norms by hand and, under DDP and FSDP, against one process with the whole batch.
 
 Run as a script under torchrun this file is the ranks' side.
 """
@@ -23,7 +23,8 @@ from hooks import GradientNormLogger, HookDispatcher, HookError  # noqa: E402
 def norms(model, step=10, hook=None, **state):
     """What the hook says about the gradients that the model has now."""
     hook = hook or GradientNormLogger()
-    return HookDispatcher({"g": hook}).call("after_backward", SimpleNamespace(model=model, step=step, **state))
+    return HookDispatcher({"g": hook}).call("after_backward",
+                                            SimpleNamespace(model=model, step=step, **state))
 
 
 def with_gradients(**gradients):
@@ -47,7 +48,8 @@ def test_norms_by_hand():
     assert norms(model, step=11) == {}
 
 
-@pytest.mark.parametrize("norm_type, total, first", [(1, 19.0, 7.0), (3, (27 + 64 + 1728) ** (1 / 3), 91 ** (1 / 3)),
+@pytest.mark.parametrize("norm_type, total, first",
+                         [(1, 19.0, 7.0), (3, (27 + 64 + 1728) ** (1 / 3), 91 ** (1 / 3)),
                                                      ("inf", 12.0, 4.0), (math.inf, 12.0, 4.0)])
 def test_other_norms_while_clipping_uses_the_2_norm(norm_type, total, first):
     model = nn.Sequential(with_gradients(w=[3.0, 0.0], b=[-4.0]), with_gradients(w=[[-12.0]]))
@@ -61,8 +63,10 @@ def test_other_norms_while_clipping_uses_the_2_norm(norm_type, total, first):
 def test_frozen_missing_empty_sparse_half_and_tied_gradients(norm_type):
     tied = nn.Parameter(torch.zeros(2))
     tied.grad = torch.tensor([6.0, 0.0])
-    model = nn.Sequential(with_gradients(w=[100.0]), with_gradients(w=[2.0], missing=[0.0], empty=torch.zeros(0)),
-                          with_gradients(h=torch.full((4,), 3.0, dtype=torch.bfloat16)), nn.Module(), nn.Module())
+    model = nn.Sequential(with_gradients(w=[100.0]),
+                          with_gradients(w=[2.0], missing=[0.0], empty=torch.zeros(0)),
+                          with_gradients(h=torch.full((4,), 3.0, dtype=torch.bfloat16)), nn.Module(),
+                          nn.Module())
     model[0].w.requires_grad_(False)
     model[1].missing.grad = None
     model[3].tied, model[4].tied = tied, tied
@@ -107,8 +111,8 @@ def test_nonfinite_gradients_are_counted_and_an_overflow_under_a_scaler_is_said(
     assert not caplog.records
     assert norms(model, grad_scale=65536.0) == {"grad_norm/nonfinite_params": 2.0}
     assert [record.getMessage() for record in caplog.records] == [
-        "step 10: gradients overflowed at loss scale 65536 in 2 parameters (first: (root).bad); GradScaler skips this"
-        " step"]
+        "step 10: gradients overflowed at loss scale 65536 in 2 parameters (first: (root).bad); GradScaler"
+        " skips this step"]
 
 
 def test_a_real_gradscaler_gives_the_norms_of_the_unscaled_gradients():
@@ -117,7 +121,8 @@ def test_a_real_gradscaler_gives_the_norms_of_the_unscaled_gradients():
     model(x).square().mean().backward()
     expected = norms(model)
     model.zero_grad()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(model(x).square().mean()).backward()
     scaler.unscale_(optimizer)
     assert norms(model, grad_scale=scaler.get_scale()) == pytest.approx(expected)
@@ -131,7 +136,8 @@ def test_at_most_200_layers_with_one_warning(caplog):
     assert sum(key.startswith("grad_norm/layers/") for key in found) == 200
     assert found["grad_norm/total"] == 15.0
     assert [record.getMessage() for record in caplog.records] == [
-        "GradientNormLogger: 225 modules own parameters; norms of the first 200 are logged, the total is over all"]
+        "GradientNormLogger: 225 modules own parameters; norms of the first 200 are logged, the total is"
+        " over all"]
     assert set(norms(model, hook=GradientNormLogger(log_per_layer=False))) == {"grad_norm/total",
                                                                                "grad_norm/nonfinite_params"}
 
@@ -139,8 +145,8 @@ def test_at_most_200_layers_with_one_warning(caplog):
 @pytest.mark.parametrize("settings, message", [
     ({"norm_type": 0}, "GradientNormLogger: norm_type is 0; wanted a number > 0, or inf"),
     ({"norm_type": "two"}, "GradientNormLogger: norm_type is 'two'; wanted a number > 0, or inf"),
-    ({"log_frequency": 0}, "GradientNormLogger: log_frequency is 0; wanted a whole number of steps, 1 or more (to"
-                           " switch the hook off, leave it out)")])
+    ({"log_frequency": 0}, "GradientNormLogger: log_frequency is 0; wanted a whole number of steps, 1 or"
+                           " more (to switch the hook off, leave it out)")])
 def test_wrong_settings(settings, message):
     with pytest.raises(ValueError) as caught:
         GradientNormLogger(**settings)
@@ -156,11 +162,12 @@ def test_wrappers_are_not_in_the_names():
     model.module = inner  # a user's own module of this name keeps it
     inner(torch.randn(3, 2)).sum().backward()
     found = norms(model)
-    assert [key for key in found if "layers" in key] == ["grad_norm/layers/module.0", "grad_norm/layers/module.1"]
+    assert [key for key in found if "layers" in key] == ["grad_norm/layers/module.0",
+                                                         "grad_norm/layers/module.1"]
     assert found["grad_norm/total"] > 0
 
 
-# ---- Ranks: the same numbers as one process with the whole batch -----------------------------------------------------
+# ---- Ranks: the same numbers as one process with the whole batch -------------------------------------------
 
 
 class Net(nn.Module):
@@ -191,7 +198,7 @@ class Bag(nn.Module):
 
 
 def on_rank(out_dir):
-    """Each way of training, with the state that train.py gives; writes {way: norms} for the test to compare."""
+    """Each way of training, with the state that train.py gives; writes {way: norms} for the test."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel as DDP
     dist.init_process_group("gloo")

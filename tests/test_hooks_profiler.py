@@ -23,21 +23,25 @@ def log(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-# ---- ParameterCounter -----------------------------------------------------------------------------------------------
+# ---- ParameterCounter --------------------------------------------------------------------------------------
 
 
 def count(model, **settings):
-    return HookDispatcher({"p": ParameterCounter(**settings)}).call("before_train", SimpleNamespace(model=model))
+    hooks = HookDispatcher({"p": ParameterCounter(**settings)})
+    return hooks.call("before_train", SimpleNamespace(model=model))
 
 
 def test_the_table(log):
-    model = nn.Sequential(nn.Linear(100, 10), nn.Linear(10, 10), nn.Linear(10, 3, bias=False).half(), nn.ReLU())
+    model = nn.Sequential(nn.Linear(100, 10), nn.Linear(10, 10), nn.Linear(10, 3, bias=False).half(),
+                          nn.ReLU())
     model[1].requires_grad_(False)
     model[2].weight.requires_grad_(False)
     model[0].bias.requires_grad_(False)
-    assert count(model, min_params=50) == {"params/total": 1150, "params/trainable": 1000, "params/frozen": 150,
+    assert count(model, min_params=50) == {"params/total": 1150, "params/trainable": 1000,
+                                           "params/frozen": 150,
                                            "params/size_mb": (1120 * 4 + 30 * 2) / 2**20}
-    assert log() == ["""parameters: 1,150 total, 1,000 trainable, 150 frozen, 0.00 MB (float32 0.00 MB, float16 0.00 MB)
+    sizes = "0.00 MB (float32 0.00 MB, float16 0.00 MB)"
+    assert log() == [f"""parameters: 1,150 total, 1,000 trainable, 150 frozen, {sizes}
   module      parameters   share   trains  class
   0                1,010   87.8%   partly  Linear
   1                  110    9.6%       no  Linear
@@ -98,7 +102,8 @@ def test_quantised_weights_count_with_their_values_and_their_bytes(log):
             raise NotImplementedError(function)
 
     subclass = nn.Module()
-    subclass.weight = nn.Parameter(Int8(torch.zeros(8, 4, dtype=torch.int8), torch.zeros(8)), requires_grad=False)
+    subclass.weight = nn.Parameter(Int8(torch.zeros(8, 4, dtype=torch.int8), torch.zeros(8)),
+                                   requires_grad=False)
     assert count(subclass) == {"params/total": 32, "params/trainable": 0, "params/frozen": 32,
                                "params/size_mb": (32 + 32) / 2**20}
     assert "int8 0.00 MB, float32 0.00 MB" in log()[-1]
@@ -117,7 +122,7 @@ def test_a_sharded_model_counts_with_its_whole_size(tmp_path, log):
         dist.destroy_process_group()
 
 
-# ---- RuntimeProfiler ------------------------------------------------------------------------------------------------
+# ---- RuntimeProfiler ---------------------------------------------------------------------------------------
 
 
 def profile(folder, last_step, first_step=1, error=None, rank=0, max_steps=None, world_size=2, **settings):
@@ -126,7 +131,8 @@ def profile(folder, last_step, first_step=1, error=None, rank=0, max_steps=None,
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     hooks = HookDispatcher({"r": RuntimeProfiler(**settings)})
-    state = SimpleNamespace(model=model, step=first_step - 1, run_dir=folder, run="my run", rank=rank, error=error,
+    state = SimpleNamespace(model=model, step=first_step - 1, run_dir=folder, run="my run", rank=rank,
+                            error=error,
                             world_size=world_size, device="cpu", max_steps=max_steps)
     hooks.call("before_train", state)
     for state.step in range(first_step, last_step + 1):
@@ -137,7 +143,8 @@ def profile(folder, last_step, first_step=1, error=None, rank=0, max_steps=None,
         hooks.call("after_step", state)
         optimizer.zero_grad()
     hooks.call("after_train", state)
-    return {path.name: json.loads(gzip.open(path).read()) for path in sorted(folder.glob("profiler/*.json.gz"))}
+    return {path.name: json.loads(gzip.open(path).read())
+            for path in sorted(folder.glob("profiler/*.json.gz"))}
 
 
 def calls(trace, name):
@@ -178,7 +185,8 @@ def test_memory_is_a_counter_track_in_the_trace(tmp_path, log):
 
 
 def test_an_exception_in_the_window_keeps_what_there_is(tmp_path, log):
-    (trace,) = profile(tmp_path, 4, error=RuntimeError("CUDA out of memory"), start_step=3, warmup=1, active=50).values()
+    (trace,) = profile(tmp_path, 4, error=RuntimeError("CUDA out of memory"), start_step=3, warmup=1,
+                       active=50).values()
     assert calls(trace, "aten::addmm") == 4
     assert log()[0].startswith("profile of step 3 to 4: ")
 
@@ -190,8 +198,8 @@ def test_a_run_too_short_for_its_window_says_so(tmp_path, log, last_step, messag
     assert profile(tmp_path, last_step, start_step=5, warmup=2, active=3) == {}
     assert log() == [message]
     assert profile(tmp_path, last_step, max_steps=last_step, start_step=5, warmup=2, active=3) == {}
-    assert log()[1] == (f"RuntimeProfiler: the run has {last_step} steps, the window is steps 5 to 7: start_step or"
-                        f" active is too large")
+    assert log()[1] == (f"RuntimeProfiler: the run has {last_step} steps, the window is steps 5 to 7:"
+                        f" start_step or active is too large")
 
 
 def test_a_resumed_run_records_the_rest_of_its_window_or_none(tmp_path, log):
@@ -214,7 +222,8 @@ def test_after_the_window_the_profiler_is_gone(tmp_path, log):
     ({"active": 0}, "RuntimeProfiler: active is 0; wanted a whole number of steps, 1 to 100"),
     ({"active": 1000}, "RuntimeProfiler: active is 1000; wanted a whole number of steps, 1 to 100"),
     ({"warmup": -1}, "RuntimeProfiler: warmup is -1; wanted a whole number of steps, 0 to 1,000"),
-    ({"start_step": 2.5}, "RuntimeProfiler: start_step is 2.5; wanted a whole number of steps, 1 to 1,000,000,000"),
+    ({"start_step": 2.5}, "RuntimeProfiler: start_step is 2.5; wanted a whole number of steps, 1 to"
+                          " 1,000,000,000"),
     ({"ranks": [-1]}, "RuntimeProfiler: ranks is [-1]; wanted a list as [0, 3], or all"),
     ({"ranks": 0}, "RuntimeProfiler: ranks is 0; wanted a list as [0, 3], or all")])
 def test_wrong_settings(settings, message):

@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ALL_SEVEN = ["hooks.ParameterCounter={}", "hooks.GradientNormLogger.log_frequency=2",
              "hooks.ResourceUtilizationLogger={log_frequency: 3, per_process: true}",
              "hooks.FeatureStdMonitor.log_frequency=4", "hooks.PrototypeUsageLogger.log_frequency=5",
-             "hooks.LogitEntropyLogger.log_frequency=7", "hooks.RuntimeProfiler={start_step: 6, ranks: [0, 1]}"]
+             "hooks.LogitEntropyLogger.log_frequency=7",
+             "hooks.RuntimeProfiler={start_step: 6, ranks: [0, 1]}"]
 GPT = ["hooks.FeatureStdMonitor.modules=['blocks.*']", "hooks.PrototypeUsageLogger.modules=[head]"]
 
 
@@ -41,7 +42,8 @@ def test_all_seven_on_two_ranks_end_clean(tmp_path, recipe, more):
     name = "head" if recipe == "gpt" else "teacher.head"
     assert steps[f"prototypes/{name}/perplexity"] == list(range(5, 22, 5))
     assert steps["entropy/mean"] == list(range(7, 22, 7))
-    assert sorted(path.name for path in folder.glob("profiler/*")) == [f"r-rank{n}-step6.json.gz" for n in (0, 1)]
+    assert sorted(path.name for path in folder.glob("profiler/*")) == [
+        f"r-rank{n}-step6.json.gz" for n in (0, 1)]
 
     # A span for every hook's every event, and inside them the meetings of the ranks.
     for trace in folder.glob("structured_logs/*rank0000[01]*.jsonl"):
@@ -49,7 +51,8 @@ def test_all_seven_on_two_ranks_end_clean(tmp_path, recipe, more):
         begun = [record["name"] for record in records if record["ph"] == "B"]
         assert begun.count("GradientNormLogger.after_backward") == 21
         assert begun.count("FeatureStdMonitor.after_step") == 21
-        assert begun.count("FeatureStdMonitor.exchange") == 5 and begun.count("PrototypeUsageLogger.exchange") == 4
+        assert begun.count("FeatureStdMonitor.exchange") == 5
+        assert begun.count("PrototypeUsageLogger.exchange") == 4
         assert {"ParameterCounter.before_train", "RuntimeProfiler.after_train"} <= set(begun)
         assert all(record["sync"] for record in records
                    if record["ph"] == "B" and record["name"].endswith("exchange"))
@@ -57,7 +60,8 @@ def test_all_seven_on_two_ranks_end_clean(tmp_path, recipe, more):
 
 @pytest.mark.parametrize("override, message", [
     ("hooks.FeatureStdMonitor.modules=[student.bakbone]", "no module of the model matches 'student.bakbone'"),
-    ("hooks.RuntimeProfiler.active=0", "RuntimeProfiler: active is 0; wanted a whole number of steps, 1 to 100")])
+    ("hooks.RuntimeProfiler.active=0",
+     "RuntimeProfiler: active is 0; wanted a whole number of steps, 1 to 100")])
 def test_a_wrong_setting_stops_the_run_at_the_start(tmp_path, override, message):
     done = run([sys.executable, ROOT / "train.py", ROOT / "recipes/dino.yaml", f"exp_dir={tmp_path}",
                 "num_workers=0", override, "hooks.NearestNeighbours=null", "max_steps=3"])

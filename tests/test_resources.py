@@ -39,7 +39,8 @@ def watched():
     started = []
 
     def start(device="cpu", local_rank=0, rank=0, **settings):
-        hooks = HookDispatcher({"r": ResourceUtilizationLogger(log_frequency=1, **{"sample_s": 0.2, **settings})})
+        hook = ResourceUtilizationLogger(log_frequency=1, **{"sample_s": 0.2, **settings})
+        hooks = HookDispatcher({"r": hook})
         state = SimpleNamespace(step=1, device=device, local_rank=local_rank, rank=rank)
         hooks.call("before_train", state)
         started.append((hooks, state))
@@ -50,7 +51,7 @@ def watched():
         assert hooks.call("after_step", state) == {}
 
 
-# ---- Host and container ---------------------------------------------------------------------------------------------
+# ---- Host and container ------------------------------------------------------------------------------------
 
 
 def test_the_first_cpu_figure_is_real_and_memory_is_there(watched):
@@ -73,8 +74,10 @@ def test_only_one_rank_of_a_host_gives_its_figures(watched):
 def test_container_limits_stand_for_the_hosts(watched, monkeypatch):
     used_s = iter(range(1000))  # one more CPU second at each sample
     monkeypatch.setattr(hooks_file, "read_cgroup", lambda: {
-        "memory_bytes": 2**28, "memory_used_bytes": 2**26, "cpu_cores": 0.5, "cpu_used_s": float(next(used_s))})
-    found = poll(lambda: (lambda f: f if "system/cpu_percent" in f else None)(step()) if (step := watched()) else None)
+        "memory_bytes": 2**28, "memory_used_bytes": 2**26, "cpu_cores": 0.5,
+        "cpu_used_s": float(next(used_s))})
+    found = poll(lambda: (lambda f: f if "system/cpu_percent" in f else None)(step())
+                 if (step := watched()) else None)
     assert found == {"system/ram_used_mb": 64.0, "system/ram_percent": 25.0, "system/cpu_percent": 100.0}
 
 
@@ -88,18 +91,21 @@ def write(root, files):
 def test_cgroup_v2_takes_the_tightest_limit_on_the_way_up(tmp_path):
     write(tmp_path, {
         "self": "0::/pod/box\n",
-        "fs/pod/box/memory.max": "max\n", "fs/pod/box/memory.current": "900\n", "fs/pod/box/cpu.max": "max 100000\n",
+        "fs/pod/box/memory.max": "max\n", "fs/pod/box/memory.current": "900\n",
+        "fs/pod/box/cpu.max": "max 100000\n",
         "fs/pod/memory.max": "4096\n", "fs/pod/memory.current": "3000\n",
         "fs/pod/memory.stat": "anon 7\ninactive_file 1000\n",
         "fs/pod/cpu.max": "150000 100000\n", "fs/pod/cpu.stat": "usage_usec 2500000\nuser_usec 1\n",
         "fs/memory.max": "8192\n", "fs/memory.current": "1\n", "fs/cpuset.cpus.effective": "0-2,5\n"})
     assert read_cgroup(tmp_path / "fs", tmp_path / "self") == {
-        "memory_bytes": 4096, "memory_used_bytes": 2000, "cpu_cores": 1.5, "cpu_used_s": 2.5, "cpus": {0, 1, 2, 5}}
+        "memory_bytes": 4096, "memory_used_bytes": 2000, "cpu_cores": 1.5, "cpu_used_s": 2.5,
+        "cpus": {0, 1, 2, 5}}
 
 
 def test_cgroup_v1_in_a_container_that_sees_the_hosts_path(tmp_path):
     write(tmp_path, {
-        "self": "12:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n3:cpuset:/docker/abc\n1:name=systemd:/x\n0::/x\n",
+        "self": "12:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n3:cpuset:/docker/abc\n1:name=systemd:/x\n"
+                "0::/x\n",
         "fs/memory/memory.limit_in_bytes": "1000\n", "fs/memory/memory.usage_in_bytes": "700\n",
         "fs/memory/memory.stat": "cache 5\ntotal_inactive_file 200\n",
         "fs/cpu,cpuacct/cpu.cfs_quota_us": "50000\n", "fs/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
@@ -110,14 +116,15 @@ def test_cgroup_v1_in_a_container_that_sees_the_hosts_path(tmp_path):
 
 def test_cgroup_without_limits_is_empty(tmp_path):
     write(tmp_path, {"self": "0::/\n", "fs/memory.max": "max\n", "fs/cpu.max": "max 100000\n",
-                     "v1": "2:cpu:/\n", "v1fs/cpu/cpu.cfs_quota_us": "-1\n", "v1fs/cpu/cpu.cfs_period_us": "100000\n"})
+                     "v1": "2:cpu:/\n", "v1fs/cpu/cpu.cfs_quota_us": "-1\n",
+                     "v1fs/cpu/cpu.cfs_period_us": "100000\n"})
     assert read_cgroup(tmp_path / "fs", tmp_path / "self") == {}
     assert read_cgroup(tmp_path / "v1fs", tmp_path / "v1") == {}
     assert read_cgroup(tmp_path / "fs", tmp_path / "no such file") == {}
     assert isinstance(read_cgroup(), dict)  # whatever this machine has
 
 
-# ---- Processes ------------------------------------------------------------------------------------------------------
+# ---- Processes ---------------------------------------------------------------------------------------------
 
 
 class Hoard(torch.utils.data.Dataset):
@@ -155,7 +162,7 @@ def test_a_wrong_period_of_samples_is_refused(wrong):
         ResourceUtilizationLogger(sample_s=wrong)
 
 
-# ---- GPUs, through nvidia-ml-py ---------------------------------------------------------------------------------------
+# ---- GPUs, through nvidia-ml-py ----------------------------------------------------------------------------
 
 NVML = r"""
 #include <stdio.h>
@@ -163,12 +170,14 @@ NVML = r"""
 #include <string.h>
 #include <unistd.h>
 /* Four GPUs, numbered by PCI address. $FAKE_NVML is a text file of lines "<key> <gpu> <value>":
-   error <gpu> <code> (-1: in every call), unsupported_power, block (wait while the line is there), reasons, pid. */
+   error <gpu> <code> (-1: in every call), unsupported_power, block (wait while the line is there), reasons,
+   pid. */
 typedef struct { unsigned int gpu, memory; } Utilization;
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned int pid; unsigned long long used; unsigned int gi, ci; } Process;
-static const char *uuids[4] = {"GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-1111-1111-1111-111111111111",
-                               "GPU-cccccccc-2222-2222-2222-222222222222", "MIG-dddddddd-3333-3333-3333-333333333333"};
+static const char *uuids[4] = {
+    "GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-1111-1111-1111-111111111111",
+    "GPU-cccccccc-2222-2222-2222-222222222222", "MIG-dddddddd-3333-3333-3333-333333333333"};
 static int numbers[4] = {0, 1, 2, 3};
 static long long told(const char *key, int gpu, long long otherwise) {
     FILE *file = fopen(getenv("FAKE_NVML"), "r");
@@ -204,8 +213,8 @@ int nvmlDeviceGetUtilizationRates(void *handle, Utilization *out) {
     out->gpu = 10 * (gpu + 1); out->memory = 1; return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *handle, Memory *out) {
-    GPU; out->total = 80ull << 30; out->used = (unsigned long long)(gpu + 1) << 30; out->free = out->total - out->used;
-    return 0;
+    GPU; out->total = 80ull << 30; out->used = (unsigned long long)(gpu + 1) << 30;
+    out->free = out->total - out->used; return 0;
 }
 int nvmlDeviceGetPowerUsage(void *handle, unsigned int *out) {
     GPU; if (told("unsupported_power", gpu, 0)) return 3;
@@ -235,15 +244,19 @@ def nvml_folder(tmp_path_factory):
         pytest.skip("no C compiler for the library that stands in for NVML")
     folder = tmp_path_factory.mktemp("nvml")
     (folder / "nvml.c").write_text(NVML)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", folder / "nvml.c"], check=True)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", folder / "nvml.c"],
+                   check=True)
     return folder
 
 
 def visible_devices():
-    """What CUDA makes of CUDA_VISIBLE_DEVICES: positions among the four GPUs, in the order of the torch devices."""
+    """CUDA_VISIBLE_DEVICES as CUDA reads it: positions among the four GPUs, in torch's order."""
     names = [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    return [int(name) if name.isdigit() else next(i for i, uuid in enumerate(UUIDS) if name.partition("-")[2]
-                                                  and uuid.startswith(name.partition("-")[2])) for name in names]
+
+    def position(name):
+        start = name.partition("-")[2]  # of "GPU-<start of the UUID>"
+        return next(i for i, uuid in enumerate(UUIDS) if start and uuid.startswith(start))
+    return [int(name) if name.isdigit() else position(name) for name in names]
 
 
 def device_properties(device):
@@ -254,7 +267,7 @@ def device_properties(device):
 
 
 def watched_process(settings, told):
-    """Log steps in a process of its own, until every file change that `told` lists has been seen in the figures."""
+    """Log steps in a process of its own, until every file change that `told` lists shows in the figures."""
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
@@ -330,7 +343,7 @@ def test_all_ranks_gpus_and_processes_meet_once_a_log_step(nvml_folder, tmp_path
     assert "system/ram_percent_max" not in found  # one host
 
 
-def test_unsupported_is_absent_throttling_is_seen_and_other_pid_namespaces_have_no_process_memory(nvml_folder, tmp_path):
+def test_unsupported_is_absent_throttling_is_seen_and_other_pids_are_not_ours(nvml_folder, tmp_path):
     (first, second), warnings = gpu_run(
         nvml_folder, tmp_path, "0", ["unsupported_power 0 1\nreasons 0 4\npid 0 77777\n", "reasons 0 64\n"],
         log_per_gpu=True, per_process=True)
@@ -357,13 +370,14 @@ def test_a_driver_that_hangs_blocks_no_step(nvml_folder, tmp_path):
 
 def test_no_driver_is_one_warning_and_no_gpu_is_none(nvml_folder, tmp_path):
     (found,), warnings = gpu_run(None, tmp_path, "0", env={"LD_LIBRARY_PATH": "/nowhere"})
-    assert len(warnings) == 1 and warnings[0].startswith("ResourceUtilizationLogger: no figures of cuda:0: NVMLError")
+    assert len(warnings) == 1
+    assert warnings[0].startswith("ResourceUtilizationLogger: no figures of cuda:0: NVMLError")
     assert not any("gpu" in key for key in found) and "system/ram_percent" in found
     (found,), warnings = gpu_run(nvml_folder, tmp_path, "")
     assert warnings == [] and not any("gpu" in key for key in found)
     (found,), warnings = gpu_run(nvml_folder, tmp_path, "", device="xpu:0")
-    assert warnings == ["ResourceUtilizationLogger: no figures of xpu:0: LookupError: xpu devices of this vendor are not"
-                        " known to NVML"]
+    assert warnings == ["ResourceUtilizationLogger: no figures of xpu:0: LookupError: xpu devices of this"
+                        " vendor are not known to NVML"]
 
 
 if __name__ == "__main__":
