@@ -1866,7 +1866,9 @@ def write_checkpoint(folder: Path, saved: dict, keep_last: int) -> Path:
             if each not in (path, best, *older[: keep_last - 1]):
                 each.unlink(missing_ok=True)
     except (OSError, RuntimeError, RecipeError) as error:
-        before = latest_checkpoint(folder, logger.warning) if folder.is_dir() else None
+        before = None
+        with contextlib.suppress(RecipeError):  # the others are all damaged
+            before = latest_checkpoint(folder, logger.warning)
         left = f"; {before.name} is whole" if before else ""
         cause = str(first_cause(error)).splitlines()[0]
         raise CheckpointError(f"{path} cannot be written: {cause}{left}") from error
