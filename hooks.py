@@ -484,15 +484,22 @@ def _exchange_device(*devices: Any) -> torch.device:
     return next((device for device in candidates if f"{device.type}:" in served), candidates[-1])
 
 
-def _owned_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
-    """(clean name of the owning module, module, attribute, parameter); a tied one with its first owner."""
-    owned, seen = [], set()
+class _Owned(NamedTuple):
+    """A parameter and the module that it belongs to."""
+
+    owner: str  # the module's name without wrappers
+    module: torch.nn.Module
+    attribute: str
+    parameter: torch.nn.Parameter
+
+
+def _owned_parameters(model: torch.nn.Module) -> list[_Owned]:
+    """Every parameter once, by identity: a tied one with its first owner."""
+    owned: dict[int, _Owned] = {}
     for name, module in _walk(model):
         for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                owned.append((name or "(root)", module, attribute, parameter))
-    return owned
+            owned.setdefault(id(parameter), _Owned(name or "(root)", module, attribute, parameter))
+    return list(owned.values())
 
 
 def _quote(names: Any, limit: int = 8) -> str:
@@ -636,7 +643,7 @@ class GradientNormLogger:
         self.log_per_layer = log_per_layer
         self.prefix = prefix
         self._span = span or _no_span
-        self._owned: list = []
+        self._owned: list[_Owned] = []
         self._num_optimized = -1
         self._trainable_ids: list[int] = []
         self._has_warned = False
@@ -683,25 +690,24 @@ class GradientNormLogger:
         # came (the optimizer has more of them) or were replaced; freezing and thawing show at each log step.
         groups = getattr(getattr(state, "optimizer", None), "param_groups", ())
         num_optimized = sum(len(group["params"]) for group in groups)
-        if num_optimized != self._num_optimized or any(
-                module._parameters.get(attribute) is not parameter
-                for _, module, attribute, parameter in self._owned):
+        is_replaced = any(entry.module._parameters.get(entry.attribute) is not entry.parameter
+                          for entry in self._owned)
+        if is_replaced or num_optimized != self._num_optimized:
             self._owned = _owned_parameters(state.model)
             self._num_optimized = num_optimized
-        trainable = [entry for entry in self._owned if entry[3].requires_grad]
-        ids = [id(parameter) for _, _, _, parameter in trainable]
+        trainable = [entry for entry in self._owned if entry.parameter.requires_grad]
+        ids = [id(entry.parameter) for entry in trainable]
         if ids != self._trainable_ids:
             self._trainable_ids = ids
-            owners = [name for name, _, _, _ in trainable]
-            self._names = [f"{owner}.{entry[2]}" for owner, entry in zip(owners, trainable)]
-            self._layers = list(dict.fromkeys(owners))
+            self._names = [f"{entry.owner}.{entry.attribute}" for entry in trainable]
+            self._layers = list(dict.fromkeys(entry.owner for entry in trainable))
             position = {name: index for index, name in enumerate(self._layers)}
-            self._layer_of = torch.tensor([position[owner] for owner in owners])
+            self._layer_of = torch.tensor([position[entry.owner] for entry in trainable])
             if self.log_per_layer and len(self._layers) > self.max_layers and not self._has_warned:
                 self._has_warned = True
                 logger.warning("GradientNormLogger: %d modules own parameters; norms of the first %d are"
                                " logged, the total is over all", len(self._layers), self.max_layers)
-        return [parameter for _, _, _, parameter in trainable]
+        return [entry.parameter for entry in trainable]
 
 
 def _layer_norms(norms: torch.Tensor, norm_type: float, layer_of: torch.Tensor, num_layers: int):
@@ -1303,8 +1309,11 @@ class ResourceUtilizationLogger:
                          for name in names if f"{kind}/{name}" in row)
 
         # A GPU that ranks share counts once, for the first of them.
-        by_id = {row["gpu/id"]: (rank, row) for rank, row in reversed(by_rank.items()) if "gpu/id" in row}
-        gpus = dict(sorted(by_id.values(), key=lambda item: item[0]))
+        first_ranks: dict[float, int] = {}
+        for rank, row in by_rank.items():
+            if "gpu/id" in row:
+                first_ranks.setdefault(row["gpu/id"], rank)
+        gpus = {rank: by_rank[rank] for rank in first_ranks.values()}
         for name in self._host:
             add_mean_and_max(f"system/{name}", f"host/{name}", by_rank.values(), least_for_max=2)
         for name in ("util_percent", "mem_used_mb"):
