@@ -34,6 +34,7 @@ from array import array
 from collections import Counter, deque
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import lru_cache
 from itertools import chain, repeat, takewhile
 from operator import add, le, ne, sub
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -43,30 +44,16 @@ LINE_BYTES_MAX = 1 << 24  # a longer line is no record
 FORMAT_VERSION = 1  # the newest trace format that this file knows
 
 # Work that one rank may do alone, or all do now and then: what happens inside is theirs, and no step is
-# blamed for it.
-class ApartNames:
-    """`name in SET_APART`: evaluate, run_validation, save_checkpoint, Trainer.save, torch_compile, gc_collect
-    ..."""
-
-    WORDS = re.compile(r"((run|do|maybe|async|torch|model|dcp)_)?(eval|evaluate|evaluation|val|validate|validation|"
-                       r"checkpoint|ckpt|save|compile|profile|startup|warm_?up|gc)"
-                       r"(_(model|checkpoint|ckpt|state|weights|step|steps|epoch|loop|collect))?", re.I)
-
-    def __init__(self):
-        self.known: Dict[str, bool] = {}
-
-    def __contains__(self, name: str) -> bool:
-        known = self.known.get(name)
-        if known is None:
-            known = self.known[name] = bool(self.WORDS.fullmatch(name.rpartition(".")[2]))
-        return known
+# blamed for it: evaluate, run_validation, save_checkpoint, Trainer.save, torch_compile, gc_collect ...
+APART = re.compile(r"((run|do|maybe|async|torch|model|dcp)_)?(eval|evaluate|evaluation|val|validate|validation|"
+                   r"checkpoint|ckpt|save|compile|profile|startup|warm_?up|gc)"
+                   r"(_(model|checkpoint|ckpt|state|weights|step|steps|epoch|loop|collect))?", re.I)
 
 
-SET_APART = ApartNames()
-
-
+@lru_cache(maxsize=None)
 def is_apart(phase: Any) -> bool:
-    return not isinstance(phase, str) or phase in SET_APART
+    """Whether a phase is set apart, or (a pair of names) was spent inside one that is."""
+    return not isinstance(phase, str) or bool(APART.fullmatch(phase.rpartition(".")[2]))
 
 
 # ---- Finding and reading files -----------------------------------------------------------------------------
@@ -128,13 +115,17 @@ def group_parts(files: Sequence[str]) -> Tuple[Dict[str, List[str]], List[str]]:
     return ordered, warnings
 
 
+def open_plain_or_gzip(path: str):
+    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+
+
 def read_batches(path: str, unreadable: Unreadable, parse=None) -> Iterator[Tuple[int, List[dict]]]:
     """(first line's number, records) of a file, in file order. What is no record is counted in unreadable,
     never raised. parse takes whole lines: parse_lines unless told otherwise."""
     parse = parse or parse_lines
     line_number = 1
     try:
-        with (gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")) as file:
+        with open_plain_or_gzip(path) as file:
             carry = b""
             while True:
                 block = file.read(BLOCK_BYTES)
@@ -497,7 +488,7 @@ class Stream:
         self.stack: List[dict] = []  # begin records of the open spans, innermost last
         self.mark: Optional[int] = None  # until here, time has been given to a phase
         self.key: Any = ""  # the phase that the time from mark on belongs to; "" is outside of all spans
-        self.apart: Optional[dict] = None  # the outermost open span that is SET_APART
+        self.apart: Optional[dict] = None  # the outermost open span that is set apart
         self.kept: Dict[Any, int] = {}  # phase: microseconds as the innermost open span
         self.own = self.kept  # what time is added to just now
 
@@ -516,7 +507,7 @@ class Stream:
             self.stack.append(entry)
             if sink is not None and not any(entry is other for other in known):
                 sink.begin(self, entry)
-        self.apart = next((entry for entry in stack if entry["name"] in SET_APART), None)
+        self.apart = next((entry for entry in stack if is_apart(entry["name"])), None)
         self.enter_top()
 
     def enter_top(self) -> None:
@@ -643,6 +634,8 @@ class Process:
         """The inner loop: pair begins with ends, and give every moment to the innermost open span."""
         for r in records:
             ph = r["ph"]
+            if "lost" in r:
+                self.lost += r["lost"]
             if ph == "B":
                 self.begin_span(self.stream(r), r)
             elif ph == "E":
@@ -689,8 +682,6 @@ class Process:
         stream.spend(ts)
         if stream is self.main and r.get("step", -1) != self.step:
             self.next_step(r.get("step", -1), ts)
-        if "lost" in r:
-            self.lost += r["lost"]
         if self.lossy():
             self.drop_lost(stream, r)
         stream.stack.append(r)
@@ -698,7 +689,7 @@ class Process:
             stream.key = (stream.apart["name"], name)
         else:
             stream.key = name
-            if name in SET_APART:
+            if is_apart(name):
                 stream.apart, self.step_apart = r, True
         if self.sink is not None:
             self.sink.begin(stream, r)
@@ -706,8 +697,6 @@ class Process:
     def end_span(self, stream: Stream, r: dict) -> None:
         (name, ts), stack = checked(r), stream.stack
         self.since_arrival += 1
-        if "lost" in r:
-            self.lost += r["lost"]
         if stack and stack[-1]["name"] == name:
             entry = stack.pop()
         else:
@@ -804,8 +793,6 @@ class Process:
 
     def other(self, ph: str, r: dict) -> None:
         """The rarer records: scalars, errors of torchtitan's spans, definitions, headers."""
-        if "lost" in r:
-            self.lost += r["lost"]
         if ph == "C":
             self.note_scalars(r)
             if self.sink is not None:
@@ -830,8 +817,6 @@ class Process:
 
     def instant(self, stream: Stream, r: dict) -> None:
         name, ts = checked(r)
-        if "lost" in r:
-            self.lost += r["lost"]
         if name == "ready":
             for entry in reversed(stream.stack):
                 if "sync" in entry and "ready" not in entry:
@@ -886,9 +871,23 @@ class Process:
             del self.errors[5:-5]  # the first and the last ones tell
         self.errors[-1]["last_ts"] = r["ts"]
 
+    def told(self, instant: str) -> Dict[str, Any]:
+        """The args of the last instant of a reserved name; none when there was none."""
+        return self.instants.get(instant, {}).get("args", {})
+
+    def how(self) -> Optional[str]:
+        """How the process says that it ended: ok, exit, exception ...; None when it does not."""
+        return str(self.told("process_end").get("how", "ok")) if "process_end" in self.instants else None
+
+    def ended_in_order(self) -> bool:
+        return self.how() == "ok" or self.how() == "exit" and self.told("process_end").get("code") in (None, 0)
+
+    def num_steps(self) -> int:
+        return 0 if self.last_step is None else self.last_step - self.first_step + 1
+
     def last_stack(self) -> List[str]:
         """The main thread's frames in the last dump of it, innermost first: file:line:function."""
-        args = (self.instants.get("stacks") or {}).get("args") or {}
+        args = self.told("stacks")
         if self.stacks.last and (self.stacks.signal_at_death or "threads" not in args):
             return self.stacks.last
         threads = [t for t in args.get("threads") or [] if isinstance(t, dict)]
@@ -909,7 +908,7 @@ class Process:
                 totals = stream.kept if stream is not self.main else (
                     self.wait_us if "sync" in stream.stack[-1] else self.own_us)
                 totals[stream.key] = totals.get(stream.key, 0) + lasted_us
-        self.stacks = StackFile(self.base, (self.instants.get("stacks") or {}).get("args") or {})
+        self.stacks = StackFile(self.base, self.told("stacks"))
         if self.sink is not None:
             self.sink.finish(self)
 
@@ -988,7 +987,7 @@ class StepPattern:
             if now:
                 self.own.append((top and top["name"], now - 1, now))
             if ph == "B":
-                if r["name"] in SET_APART:
+                if is_apart(r["name"]):
                     raise ValueError("set apart")
                 self.open.append(dict(r))
             elif r["name"] != "ready" or "sync" not in top or "ready" in top:
@@ -1220,7 +1219,7 @@ def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
             break
     for path in parts:
         try:
-            with (gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")) as file:
+            with open_plain_or_gzip(path) as file:
                 start = file.read(1 << 16)
         except (OSError, EOFError, zlib.error):
             continue
@@ -1451,12 +1450,11 @@ RANK_KEYS = ("rank", "host", "pid", "source", "last_step", "last_phase", "state"
 
 
 def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
-    num_steps = p.last_step - p.first_step + 1 if p.last_step is not None else 0
     return {
         "rank": p.rank, "host": p.header.get("host"), "pid": p.header.get("pid"),
         "source": p.header.get("source"),
         "last_step": p.last_step, "last_phase": p.main.stack[-1]["name"] if p.main.stack else p.last_phase,
-        "state": state, "last_ts": p.last_ts, "num_steps": num_steps,
+        "state": state, "last_ts": p.last_ts, "num_steps": p.num_steps(),
         "own_us": sum(p.own_us.values()), "wait_us": sum(p.wait_us.values()),
         "step_own_us": p.own_a_step.quantile_us(0.5), "step_wait_us": p.wait_a_step.quantile_us(0.5),
     }
@@ -1466,9 +1464,9 @@ def errors_of(p: Process) -> List[Dict[str, Any]]:
     """The exceptions that ended spans, each where it came from, and the one that ended the process with its
     frames."""
     errors = [dict(error, rank=p.rank, frames=[]) for error in p.errors]
-    end = p.instants.get("process_end")
-    args = (end.get("args") or {}) if end else {}
+    args = p.told("process_end")
     if args.get("how") == "exception" and args.get("type"):
+        end = p.instants["process_end"]
         err = f"{args['type']}: {args.get('message', '')}"
         if not errors or errors[-1]["err"] != err:
             errors.append({"ts": end["ts"], "name": None, "step": end.get("step"), "err": err,
@@ -1492,8 +1490,7 @@ def is_alive(p: Process, now_us: float) -> bool:
 def stall_limit_us(p: Process) -> float:
     """How long without progress is no progress: two minutes, or twenty steps where steps are longer."""
     took_us = (p.main.mark or 0) - (p.first_ts or 0)
-    num_steps = p.last_step - p.first_step + 1 if p.last_step is not None else 0
-    return max(1e6 * (p.header.get("stall_timeout_s") or 120), 20 * took_us / num_steps if num_steps else 0)
+    return max(1e6 * (p.header.get("stall_timeout_s") or 120), 20 * took_us / p.num_steps() if p.num_steps() else 0)
 
 
 def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
@@ -1501,10 +1498,8 @@ def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
     tell."""
     if p.last_ts is None:
         return "silent"
-    end = p.instants.get("process_end")
-    how = str((end.get("args") or {}).get("how", "ok")) if end else None
-    args = (end.get("args") or {}) if end else {}
-    if how == "ok" or how == "exit" and args.get("code") in (None, 0):
+    how = p.how()
+    if p.ended_in_order():
         return "ended"
     # An exception went through the outermost span, and nothing began after it.
     if how in ("exception", "exit") or (
@@ -1588,37 +1583,24 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
     if missing:
         found.append(f"no trace of rank {format_ranks(missing)} ({len(missing)} of {run.world_size}): it never started, "
                      "died before its first record, or its files are elsewhere")
-    for step, ranks in group_ranks(run.processes, lambda p: p.first_step if p.first_part_missing else None):
-        found.append(f"rank {ranks}: the trace starts at step {step}; rotation dropped what was before "
-                     "(structured_logging.max_file_size_mb, backup_count)")
-    for count, ranks in group_ranks(run.processes,
-                                    lambda p: p.missing_parts - p.first_part_missing * p.missing_parts
-                                    or None):
-        found.append(f"rank {ranks}: {count} rotated parts are missing in between")
-    for lost, ranks in group_ranks(run.processes, lambda p: p.lost or None):
-        found.append(f"rank {ranks}: the tracer lost {lost} records (disk full or I/O errors?)")
-    for lost, ranks in group_ranks(run.processes, lambda p: p.lost_ends or None):
-        found.append(f"rank {ranks}: {lost} spans began whose end is not in the trace")
-    for lost, ranks in group_ranks(run.processes, lambda p: p.lost_begins or None):
-        found.append(f"rank {ranks}: {lost} spans ended whose begin is not in the trace; left out")
-    for version, ranks in group_ranks(run.processes, lambda p: newer_version(p.header.get("v"))):
-        found.append(f"rank {ranks}: trace format {version}, newer than {FORMAT_VERSION}, which this file knows; "
-                     "read as far as it is understood")
+    for value_of, text in (
+            (lambda p: p.first_step if p.first_part_missing else None,
+             "the trace starts at step {}; rotation dropped what was before "
+             "(structured_logging.max_file_size_mb, backup_count)"),
+            (lambda p: None if p.first_part_missing else p.missing_parts or None,
+             "{} rotated parts are missing in between"),
+            (lambda p: p.lost or None, "the tracer lost {} records (disk full or I/O errors?)"),
+            (lambda p: p.lost_ends or None, "{} spans began whose end is not in the trace"),
+            (lambda p: p.lost_begins or None, "{} spans ended whose begin is not in the trace; left out"),
+            (lambda p: p.header.get("v") if (p.header.get("v") or 0) > FORMAT_VERSION else None,
+             f"trace format {{}}, newer than {FORMAT_VERSION}, which this file knows; "
+             "read as far as it is understood")):
+        groups: Dict[Any, set] = {}
+        for p in run.processes:
+            groups.setdefault(value_of(p), set()).add(p.rank if p.rank is not None else -1)
+        found += [f"rank {format_ranks(sorted(ranks))}: {text.format(value)}" for value, ranks in groups.items()
+                  if value is not None]
     return found
-
-
-def newer_version(version: Any) -> Optional[Any]:
-    return version if isinstance(version, (int, float)) and version > FORMAT_VERSION else None
-
-
-def group_ranks(processes: Iterable[Process], value_of) -> List[Tuple[Any, str]]:
-    """[(value, the ranks that have it, as text)] for values that are not None."""
-    groups: Dict[Any, List[int]] = {}
-    for p in processes:
-        value = value_of(p)
-        if value is not None:
-            groups.setdefault(value, []).append(p.rank if p.rank is not None else -1)
-    return [(value, format_ranks(sorted(set(ranks)))) for value, ranks in groups.items()]
 
 
 # ---- The verdict: who is late ------------------------------------------------------------------------------
@@ -1651,6 +1633,16 @@ BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
 PIPELINE = re.compile(r"pipeline|p2p|(recv|send)_?(f|b|act|grad|prev|next)|(^|_)pp(_|$|\d)|(^|_)stage_?\d",
                       re.I)
 NO_PHASE = "the end of the step"  # stands for the waiting where no phase is known to hold it
+
+
+def finding(kind: str, ranks: Sequence[int], hosts: Iterable[Optional[str]], phase: Optional[str],
+            steps: Sequence[int], confidence: str, evidence: List[str], advice: str, cost_s: float = 0.0,
+            period: Optional[int] = None) -> Dict[str, Any]:
+    """One entry of `findings`; what it costs and saves in per cent is filled in where the steps' time is known."""
+    return {"kind": kind, "ranks": list(ranks), "hosts": sorted({host for host in hosts if host}), "phase": phase,
+            "steps": {"first": min(steps, default=None), "last": max(steps, default=None), "period": period},
+            "cost_s": cost_s, "cost_percent": 0.0, "saving_s": 0.0, "saving_percent": 0.0,
+            "confidence": confidence, "evidence": evidence, "advice": advice}
 
 
 def median_low(values: Sequence[float]) -> float:
@@ -2043,8 +2035,7 @@ def some(steps: Sequence[int]) -> List[int]:
 
 def is_marked(mains: Sequence[Process]) -> bool:
     """Whether ranks meet in marked spans about once a step, on most ranks."""
-    return sum(p.arrivals >= 0.5 * (p.last_step - p.first_step + 1 if p.last_step is not None else 1) > 0
-               for p in mains) > len(mains) / 2
+    return sum(p.arrivals >= 0.5 * (p.num_steps() or 1) for p in mains) > len(mains) / 2
 
 
 def has_stages(mains: Sequence[Process], tracks: Sequence[Meetings]) -> bool:
@@ -2219,7 +2210,7 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         cost_us = sum(loss)
         shown = [r for r, cost in sorted(zip(ranks, costs), key=lambda c: -c[1]) if cost > 0.5
                  * cost_us / len(ranks)]
-        return finding(
+        return slow_finding(
             judge, "imbalance", ranks if len(shown) > 0.8 * len(ranks) else sorted(shown), phase,
             track.steps, cost_us,
             cost_us, "medium",
@@ -2295,7 +2286,7 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
         return None
     phase, phase_us = changed_phase(judge, steps[:cut], steps[cut:])
     cost_us = change * len(rest)
-    return finding(judge, "slowdown", sorted(judge.hosts), phase, steps[cut:], cost_us, cost_us, "high",
+    return slow_finding(judge, "slowdown", sorted(judge.hosts), phase, steps[cut:], cost_us, cost_us, "high",
                    [f"a step takes {format_us(after)} since step {steps[cut]}, {format_us(before)} before, "
                     f"on all ranks alike",
                     f"{phase} takes {format_us(phase_us)} more"],
@@ -2367,7 +2358,7 @@ def bound_finding(judge: Judge, phase: str, us: float, steps: Sequence[int], wha
               "more overlap" if is_transfer else
               f"let {phase} run beside the computing (more workers, read ahead, less often), or make it "
               f"faster")
-    return finding(judge, "bound", sorted(judge.hosts), phase, steps, cost_us, cost_us, "medium",
+    return slow_finding(judge, "bound", sorted(judge.hosts), phase, steps, cost_us, cost_us, "medium",
                    [f"{what}, {100 * us / judge.step_us:.0f} % of {format_us(judge.step_us)}"], advice)
 
 
@@ -2396,7 +2387,7 @@ def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
         advice = ("under FSDP forward and backward gather weights all along, and the host cannot tell that "
                   "from computing: run "
                   "some steps with the RuntimeProfiler hook, whose device times can, or with parallel=ddp")
-    return finding(judge, "opaque", sorted(judge.hosts), kind, judge.steps, 0, 0, "high",
+    return slow_finding(judge, "opaque", sorted(judge.hosts), kind, judge.steps, 0, 0, "high",
                    [f"{names}: {format_us(hidden_us)} of a step of {format_us(judge.step_us)}, even on the "
                     f"rank that waits least",
                     f"a slow rank inside of {names} would look just like this"
@@ -2404,19 +2395,13 @@ def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
                    advice)
 
 
-def finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int],
-            cost_us: float,
-            saving_us: float, confidence: str, evidence: List[str], advice: str,
-            period: Optional[int] = None) -> Dict[str, Any]:
-    return {
-        "kind": kind, "ranks": list(ranks),
-        "hosts": sorted({judge.hosts[r] for r in ranks if judge.hosts.get(r)}),
-        "phase": phase or "between spans",
-        "steps": {"first": min(steps, default=None), "last": max(steps, default=None), "period": period},
-        "cost_s": cost_us / 1e6, "cost_percent": 100 * cost_us / judge.total_us,
-        "saving_s": saving_us / 1e6, "saving_percent": 100 * saving_us / judge.total_us,
-        "confidence": confidence, "evidence": evidence, "advice": advice,
-    }
+def slow_finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int],
+                 cost_us: float, saving_us: float, confidence: str, evidence: List[str], advice: str,
+                 period: Optional[int] = None) -> Dict[str, Any]:
+    return {**finding(kind, ranks, [judge.hosts[r] for r in ranks], phase or "between spans", steps, confidence,
+                      evidence, advice, cost_us / 1e6, period),
+            "cost_percent": 100 * cost_us / judge.total_us,
+            "saving_s": saving_us / 1e6, "saving_percent": 100 * saving_us / judge.total_us}
 
 
 def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
@@ -2506,7 +2491,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                 "its host, what only it does")
     is_plain = kind != "straggler" or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
     confidence = "high" if is_plain and part > 0.6 else "medium"
-    return finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice, period)
+    return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice, period)
 
 
 def cost_of(judge: Judge, late: Late) -> float:
@@ -2583,19 +2568,16 @@ class Fate:
         self.run, self.p, self.rank = run, p, p.rank
         # rank 0's clock
         self.last_ts, self.mark = (p.last_ts or 0) - ahead_us, (p.main.mark or p.first_ts or 0) - ahead_us
-        end = p.instants.get("process_end")
-        args = (end.get("args") or {}) if end else {}
-        how = str(args.get("how", "ok")) if end else None
+        args, how = p.told("process_end"), p.how()
         self.error = None
-        in_order = how == "ok" or how == "exit" and args.get("code") in (None, 0)
-        self.over = in_order or end is None and is_over(p)
-        self.gone = end is not None or self.over or is_gone(p, now_us)
+        self.over = p.ended_in_order() or how is None and is_over(p)
+        self.gone = how is not None or self.over or is_gone(p, now_us)
         last = p.errors[-1] if p.errors else None
         if how == "exception" or (how == "exit" and not self.over):
             text = f"sys.exit({args.get('code')!r})"
             text = f"{args.get('type')}: {args.get('message')}" if how == "exception" else text
             self.error = dict(origin(p.errors) or {"name": None, "step": p.last_step},
-                              ts=end["ts"] - ahead_us, err=text)
+                              ts=p.instants["process_end"]["ts"] - ahead_us, err=text)
         elif last and self.gone and not (how == "ok") and last["last_ts"] == p.main.mark:
             self.error = dict(origin(p.errors), ts=last["ts"] - ahead_us)
             self.over = False
@@ -2702,7 +2684,7 @@ def asked_to_end(fates: Sequence[Fate]) -> List[Dict[str, Any]]:
         return []
     first = min(told, key=lambda f: f.p.instants["signal"]["ts"])
     signal = first.p.instants["signal"]
-    name = (signal.get("args") or {}).get("signal", "a signal")
+    name = first.p.told("signal").get("signal", "a signal")
     return [stop_finding("terminated", fates, first.phase(), first.step(), "high",
                          [f"{of_ranks(told)} got {name} at step {signal.get('step')}; all ended in "
                           f"good order after step {first.p.last_step}"],
@@ -2712,14 +2694,8 @@ def asked_to_end(fates: Sequence[Fate]) -> List[Dict[str, Any]]:
 
 def stop_finding(kind: str, fates: Sequence[Fate], phase: Optional[str], step: Optional[int], confidence: str,
                  evidence: List[str], advice: str, cost_s: float = 0.0) -> Dict[str, Any]:
-    return {
-        "kind": kind, "ranks": sorted(f.rank for f in fates),
-        "hosts": sorted({f.p.header["host"] for f in fates if f.p.header.get("host")}),
-        "phase": phase, "steps": {"first": step, "last": step, "period": None}, "cost_s": cost_s,
-        "cost_percent": 0.0,
-        "saving_s": 0.0, "saving_percent": 0.0, "confidence": confidence, "evidence": evidence,
-        "advice": advice,
-    }
+    return finding(kind, sorted(f.rank for f in fates), [f.p.header.get("host") for f in fates], phase,
+                   [] if step is None else [step], confidence, evidence, advice, cost_s)
 
 
 def stall_of(fates: Sequence[Fate], now_us: float) -> float:
@@ -2766,7 +2742,7 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
             "check the network between the hosts", stalled_us / 1e6)
     else:
         culprits = least(here)
-        if len(culprits) == len(here) and not waiting and culprits[0].phase() in SET_APART:
+        if len(culprits) == len(here) and not waiting and is_apart(culprits[0].phase()):
             return None  # all ranks take long over something that may take long
         evidence = ["its heartbeats go on: it is alive" if culprits[0].p.beats else "it writes nothing more"]
     head = culprits[0]
@@ -2951,7 +2927,7 @@ def killed(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Opti
 
 
 def memory_of(head: Fate, fates: Sequence[Fate]) -> List[str]:
-    rss = {f.rank: ((f.p.instants.get("heartbeat") or {}).get("args") or {}).get("rss_mb") for f in fates}
+    rss = {f.rank: f.p.told("heartbeat").get("rss_mb") for f in fates}
     others = [v for rank, v in rss.items() if rank != head.rank and isinstance(v, (int, float))]
     mine = rss.get(head.rank)
     if isinstance(mine, (int, float)) and others and mine > 1.3 * median_low(others):
@@ -3016,21 +2992,13 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     num_steps = len(judge.steps)
     step = format_us(judge.step_us)
     if num_steps < MIN_MEETINGS:
-        return [plain_finding(judge, "insufficient",
-                              f"{num_steps} steps (without the first {judge.num_warm_up}): nothing stands out"
-                              f", but it takes {MIN_MEETINGS} to tell", "let it run on, or widen --steps")]
+        return [finding("insufficient", [], [], None, judge.steps, "low",
+                        [f"{num_steps} steps (without the first {judge.num_warm_up}): nothing stands out, "
+                         f"but it takes {MIN_MEETINGS} to tell"], "let it run on, or widen --steps")]
     lost = sum(sum(loss) for loss in judge.base.values()) / judge.total_us
-    return [plain_finding(judge, "healthy", f"{num_steps:,} steps of {step}; waiting for the last rank takes "
-                                            f"{100 * lost:.1f} % "
-                          "of them, no rank more than others", "nothing to do")]
-
-
-def plain_finding(judge: Judge, kind: str, evidence: str, advice: str) -> Dict[str, Any]:
-    return {"kind": kind, "ranks": [], "hosts": [], "phase": None,
-            "steps": {"first": min(judge.steps, default=None), "last": max(judge.steps, default=None),
-                      "period": None},
-            "cost_s": 0.0, "cost_percent": 0.0, "saving_s": 0.0, "saving_percent": 0.0,
-            "confidence": "high" if kind == "healthy" else "low", "evidence": [evidence], "advice": advice}
+    return [finding("healthy", [], [], None, judge.steps, "high",
+                    [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
+                     "them, no rank more than others"], "nothing to do")]
 
 
 # ---- Clocks ------------------------------------------------------------------------------------------------
@@ -3157,6 +3125,16 @@ def printable(text: Any, width: int = 0) -> str:
     return text if not width or len(text) <= width else text[:width - 2] + ".."
 
 
+def bullet(text: str, mark: str) -> List[str]:
+    """Lines of a text behind a mark, such as `- `."""
+    return textwrap.wrap(printable(text), WIDTH, initial_indent="  " + mark, subsequent_indent="    ",
+                         break_on_hyphens=False)
+
+
+def and_more(num: int, what: str, indent: str = "") -> List[str]:
+    return [f"{indent}... and {num} more{what}"] if num > 0 else []
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> List[str]:
     """Lines of right-aligned columns, those in `left` left-aligned and cut as far as the table is too
     wide."""
@@ -3179,15 +3157,13 @@ def render(summary: Dict[str, Any], top: int, colour: bool) -> str:
         if part:
             lines += ["", bold(title)] + ["  " + (red(line) if is_alarming(line) else line) for line in part]
     notes = summary["warnings"] + [
-        f"{u['file']}: {u['lines']} x {u['why']}, first in line {u['first_line']}" if u["first_line"] else
-        f"{u['file']}: {u['lines']} x {u['why']}" for u in summary["unreadable"]]
+        f"{u['file']}: {u['lines']} x {u['why']}" + (f", first in line {u['first_line']}" if u["first_line"] else "")
+        for u in summary["unreadable"]]
     if notes:
         lines += ["", bold("notes")]
         for note in notes[:3 * top]:
-            lines += textwrap.wrap(printable(note), WIDTH, initial_indent="  - ", subsequent_indent="    ",
-                                   break_on_hyphens=False)
-        if len(notes) > 3 * top:
-            lines.append(f"  ... and {len(notes) - 3 * top} more (--json has all)")
+            lines += bullet(note, "- ")
+        lines += and_more(len(notes) - 3 * top, " (--json has all)", "  ")
     return "\n".join(lines) + "\n"
 
 
@@ -3211,13 +3187,10 @@ def render_findings(summary: Dict[str, Any], top: int, bold) -> List[str]:
                 f", {f['cost_percent']:.1f} % of the steps' time; fixing it saves {format_us(f['saving_s'] * 1e6)}, "
                 f"{f['saving_percent']:.1f} %" if f["cost_percent"] else " so far"))
         told += f["evidence"] + [f"confidence: {f['confidence']}"]
-        for text, mark in [(t, "- ") for t in told] + [(f["advice"], "> ")]:
-            lines += textwrap.wrap(printable(text), WIDTH, initial_indent="  " + mark,
-                                   subsequent_indent="    ",
-                                   break_on_hyphens=False)
-    if len(summary["findings"]) > top:
-        lines.append(f"  ... and {len(summary['findings']) - top} more findings (--top N, --json)")
-    return lines
+        for text in told:
+            lines += bullet(text, "- ")
+        lines += bullet(f["advice"], "> ")
+    return lines + and_more(len(summary["findings"]) - top, " findings (--top N, --json)", "  ")
 
 
 def is_alarming(line: str) -> bool:
@@ -3279,9 +3252,7 @@ def render_ranks(summary: Dict[str, Any], top: int) -> List[str]:
             printable(f"{r['source']} {where}" if len(sources) > 1 else where, 20)])
     lines = table(["rank", "state", "step", "last phase", "own/step", "wait/step", "last sign", "host"], rows,
                   (0, 1, 3, 7))
-    if len(shown) > len(rows):
-        lines.append(f"... and {len(shown) - len(rows)} more lines (--top N, --ranks, --json)")
-    return lines
+    return lines + and_more(len(shown) - len(rows), " lines (--top N, --ranks, --json)")
 
 
 def middle(values: List[float]) -> Optional[float]:
@@ -3295,7 +3266,7 @@ def render_errors(summary: Dict[str, Any], top: int) -> List[str]:
         where = ("" if e["step"] is None else f", step {e['step']}") + (f", {e['name']}" if e["name"] else "")
         lines.append(printable(f"rank {e['rank']}{where}: {e['err']}", WIDTH - 2))
         lines += [printable(f"    {frame}", WIDTH - 2) for frame in e["frames"][:3]]
-    return lines + ([f"... and {len(errors) - top} more"] if len(errors) > top else [])
+    return lines + and_more(len(errors) - top, "")
 
 
 def render_open(summary: Dict[str, Any], top: int) -> List[str]:
@@ -3324,7 +3295,7 @@ def render_open(summary: Dict[str, Any], top: int) -> List[str]:
         lines += textwrap.wrap(printable(text), WIDTH - 2, subsequent_indent="  ")
         frames = oldest["stack"] or ([oldest["at"]] if oldest["at"] else [])
         lines += [printable(f"    {frame}", WIDTH - 2) for frame in frames[:8]]
-    return lines + ([f"... and {len(groups) - top} more (--top N)"] if len(groups) > top else [])
+    return lines + and_more(len(groups) - top, " (--top N)")
 
 
 def render_phases(summary: Dict[str, Any], top: int) -> List[str]:
@@ -3338,11 +3309,8 @@ def render_phases(summary: Dict[str, Any], top: int) -> List[str]:
                      f"{p['share_percent']:.1f} %"])
     if not rows:
         return []
-    lines = table(["phase", "count", "median", "p95", "max", "rank", "step", "self", "waiting", "share"],
-                  rows)
-    if len(summary["phases"]) > top:
-        lines.append(f"... and {len(summary['phases']) - top} more (--top N)")
-    return lines
+    head = ["phase", "count", "median", "p95", "max", "rank", "step", "self", "waiting", "share"]
+    return table(head, rows) + and_more(len(summary["phases"]) - top, " (--top N)")
 
 
 # ---- The export --------------------------------------------------------------------------------------------
@@ -3536,8 +3504,8 @@ class TraceWriter:
 
         Raises ValueError, KeyError or OSError for a file that is none.
         """
-        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
-            profile = json.load(file)
+        with open_plain_or_gzip(path) as file:
+            profile = json.loads(file.read().decode("utf-8"))
         told = re.search(r"rank[-_]?(\d+)", os.path.basename(path))
         rank = (profile.get("distributedInfo") or {}).get("rank", int(told[1]) if told else None)
         shift_ns = profile.get("baseTimeNanoseconds", 0) - self.origin_us * 1000
