@@ -325,13 +325,17 @@ def _identity(rank: Optional[int]) -> Dict[str, Any]:
     return who
 
 
-def _boot_id() -> Optional[str]:
-    # Processes of one boot share CLOCK_MONOTONIC, which a reader can use to align their files.
+def _proc(name: str) -> str:
+    """What a file under /proc says, or nothing where there is none: a thread that is gone, another system."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+        with open(f"/proc/{name}", errors="replace") as file:
+            return file.read()
     except OSError:
-        return None
+        return ""
+
+
+def _status(task: str = "self") -> Dict[str, str]:
+    return dict(line.split(":\t", 1) for line in _proc(f"{task}/status").splitlines() if ":\t" in line)
 
 
 # ---- 4. The file: one write a record, and what to do when a write fails ----
@@ -358,19 +362,24 @@ class _Tracer:
         self.settings, self.who, self.is_child = settings, who, offset_ns is not None
         self.offset_ns = offset_ns if self.is_child else time.time_ns() - monotonic_ns()
         self.lock = threading.RLock()   # re-entrant: a signal handler may log while its thread is in here
+        # The file.
         self.fd, self.path, self.part = -1, "", 0
         self.limit = int(settings["max_file_size_mb"] * 1e6)
         self.room = -1          # bytes until the file is full; below 0 too if there is something to make up
         self.torn, self.closed = False, False   # torn: the file ends in half a line
         self.lost, self.lost_ever = 0, 0        # records: since the last that was written, and in all
         self.checked = 0        # bytes of the file that were written when it certainly had a name
-        self.retry_s, self.open_error = 0.0, OSError()
+        self.retry_s, self.open_error = 0.0, OSError()   # not to be opened again before, and why
+        # What records are made of.
         self.names: Dict[str, _Name] = {}
         self.open_spans: Dict["log_trace_span", None] = {}   # in the order of their begins
         self.threads, self.main_ident = threading.local(), threading.main_thread().ident
-        self.last_us, self.tagged, self.exit_code, self.ended = self.now_us(), False, None, False
-        self.warned: set = set()
-        self.complaints: list = []   # errors to warn of once the lock is free: a logging handler may trace
+        self.last_us = self.now_us()   # of the last record that was not a heartbeat's
+        self.tagged = False            # the step has tags, of which ends must tell
+        self.exit_code, self.ended = None, False   # given to sys.exit; process_end has been written
+        # What the owner of the process hears of.
+        self.warned: set = set()       # kinds of failure
+        self.complaints: list = []     # errors to warn of once the lock is free: a logging handler may trace
         self.watch = _Watch(self)
 
     def now_us(self) -> int:
@@ -444,7 +453,7 @@ class _Tracer:
     def open(self) -> None:
         """Open the first file. Records that come while this fails must not each wait for a dead disk."""
         if time.monotonic() < self.retry_s:
-            raise self.open_error
+            raise self.open_error.with_traceback(None)   # which would grow with each record
         try:
             path = self._new_path()
             self._adopt(path, self._new_file(path, 0), 0)
@@ -562,10 +571,11 @@ class _Tracer:
     def _header(self, part: int) -> Dict[str, Any]:
         now_ns, settings = monotonic_ns(), self.settings
         header = {"ph": "M", "v": FORMAT_VERSION, "ts": (now_ns + self.offset_ns) // 1000,
-                  "mono_us": now_ns // 1000, "boot_id": _boot_id(), **self.who, "host": socket.gethostname(),
-                  "pid": os.getpid(), "source": settings["source"], "worker": _worker_label(self.is_child),
-                  "parent": os.getppid() if self.is_child else None, "heartbeat_s": settings["heartbeat_s"],
-                  "stall_timeout_s": settings["stall_timeout_s"], "part": part,
+                  "mono_us": now_ns // 1000, "boot_id": _proc("sys/kernel/random/boot_id").strip() or None,
+                  **self.who, "host": socket.gethostname(), "pid": os.getpid(), "source": settings["source"],
+                  "worker": _worker_label(self.is_child), "parent": os.getppid() if self.is_child else None,
+                  "heartbeat_s": settings["heartbeat_s"], "stall_timeout_s": settings["stall_timeout_s"],
+                  "part": part,
                   "versions": {"python": "%d.%d.%d" % sys.version_info[:3],
                                "torch": getattr(sys.modules.get("torch"), "__version__", None)}}
         del header["known"]   # ours: whether the rank is more than a guess
@@ -917,13 +927,15 @@ class _Watch:
         self.stall_timeout_s = tracer.settings["stall_timeout_s"]
         self.tick_s = min((s for s in (self.heartbeat_s, self.stall_timeout_s / 4) if s), default=0.0)
         self.stop_asked, self.thread = threading.Event(), None
-        self.stacks, self.stacks_path, self.stacks_size = None, "", 0
+        self.stacks, self.stacks_path, self.stacks_size = None, "", 0   # the file that C writes into
         self.signals: Dict[int, Any] = {}   # registered with faulthandler -> the Python handler at that time
-        self.arming = threading.RLock()     # held over a fork: see _before_fork
-        self.timer_tid, self.timer_is_ours, self.enabled_faults = None, False, False
+        self.enabled_faults = False         # faulthandler.enable was called here
+        self.arming = threading.RLock()     # of the timer; held over a fork: see _before_fork
+        self.timer_tid, self.timer_is_ours = None, False   # its thread's id as text, where it is known
         self.next_stall_s = 0.0
 
     def start(self) -> None:
+        """Begin, once there is a file; all further calls do nothing."""
         if self.started:
             return
         self.started = True
@@ -959,17 +971,21 @@ class _Watch:
             _close_stacks(old, old_path)
 
     def _register(self) -> None:
+        # Crashes in C (SIGSEGV and so on), unless the owner of the process has them written elsewhere.
         if self.enabled_faults or not faulthandler.is_enabled():
             faulthandler.enable(self.stacks)
             self.enabled_faults = True
         if not hasattr(faulthandler, "register"):   # Windows
             return
+        # SIGUSR1 only where nobody has it, in Python or in C: faulthandler would take it away from its owner.
         usr1, term = signal.SIGUSR1, signal.SIGTERM
-        is_free = signal.getsignal(usr1) == signal.SIG_DFL and not _signals_caught() >> (usr1 - 1) & 1
+        caught = int(_status().get("SigCgt", "0"), 16)   # a bit mask
+        is_free = signal.getsignal(usr1) == signal.SIG_DFL and not caught >> (usr1 - 1) & 1
         if usr1 in self.signals or is_free:
             faulthandler.register(usr1, self.stacks, all_threads=True)
             self.signals[usr1] = signal.SIG_DFL
-        if not self.tracer.is_child:   # a data-loader worker's SIGTERM is its parent's ordinary way to end it
+        # SIGTERM in passing (chain). A data-loader worker's is its parent's ordinary way to end it: no news.
+        if not self.tracer.is_child:
             self.signals.setdefault(term, signal.getsignal(term))
             faulthandler.register(term, self.stacks, all_threads=True, chain=True)
 
@@ -983,7 +999,8 @@ class _Watch:
             faulthandler.disable()
             self.enabled_faults = False
 
-    # -- faulthandler's timer: it speaks when C code holds the GIL, and there is one a process
+    # -- faulthandler's timer, which speaks when C code holds the GIL. There is one a process, to arm it takes
+    # it from its owner, and no API says whose it is; but it is a thread, which can be seen among the others.
 
     def _timer_is_free(self) -> bool:
         for _ in range(10):   # a cancelled timer's thread takes a moment to go
@@ -1006,6 +1023,7 @@ class _Watch:
                 self.timer_is_ours, self.timer_tid = self._timer_is_free(), None
                 if not self.timer_is_ours:
                     return
+            # The thread that is new afterwards is the timer, if no other has started just now.
             before = _thread_ids()
             faulthandler.dump_traceback_later(self._patience_s() + self.tick_s, file=self.stacks)
             new = _thread_ids() - before
@@ -1029,11 +1047,13 @@ class _Watch:
             # A thread that wakes far too late was frozen with its process (SIGSTOP, GIL): nobody stalled.
             frozen, last_s = now_s - last_s > 3 * self.tick_s + 1.0, now_s
             try:
-                self.tracer.complain()
+                self.tracer.complain()   # of what failed under the lock
                 idle_s = (self.tracer.now_us() - self.tracer.last_us) / 1e6
+                # What may have changed meanwhile: the file, the rank, dumps from C.
                 self.tracer.check_file()
                 self.tracer.look_for_rank()
                 self._notice_dumps()
+                # Due half a tick early: a wait that ends a little too soon would else skip a whole beat.
                 if self.heartbeat_s and now_s >= due_s:
                     due_s = now_s + self.heartbeat_s - self.tick_s / 2
                     self._beat(idle_s)
@@ -1071,6 +1091,7 @@ class _Watch:
             self.tracer.instant("stacks", args)
 
     def _notice_dumps(self) -> None:
+        # faulthandler tells nobody that it wrote: the trace says where to look.
         if self.stacks is not None:
             size = os.fstat(self.stacks.fileno()).st_size
             if size > self.stacks_size:
@@ -1082,7 +1103,7 @@ class _Watch:
 
 def _close_stacks(stacks: Any, path: str) -> None:
     try:
-        empty = not os.fstat(stacks.fileno()).st_size
+        empty = not os.fstat(stacks.fileno()).st_size   # nothing has happened, nothing to keep
         stacks.close()
         if empty:
             os.unlink(path)
@@ -1091,15 +1112,14 @@ def _close_stacks(stacks: Any, path: str) -> None:
 
 
 def _all_stacks(but: Any) -> list:
+    """Every Python thread's stack, but for one, innermost calls first; as much as a record can hold."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     stacks = []
     for ident, frame in sys._current_frames().items():
-        thread = threads.get(ident)
-        if thread is but:
-            continue
-        frames = _places(traceback.walk_stack(frame))
-        stacks.append({"name": thread.name if thread else "?", "tid": getattr(thread, "native_id", None),
-                       "stack": frames[:40]})
+        thread = threads.get(ident)   # None: a thread of C's that has run Python
+        if thread is not but:
+            stacks.append({"name": thread.name if thread else "?", "tid": getattr(thread, "native_id", None),
+                           "stack": _places(traceback.walk_stack(frame))[:40]})
     return stacks[:20]
 
 
@@ -1108,20 +1128,8 @@ def _places(frames: Any) -> list:
 
 
 def _rss_mb() -> Optional[float]:
-    try:
-        with open("/proc/self/statm") as file:
-            return round(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
-    except (OSError, ValueError):
-        return None
-
-
-def _signals_caught() -> int:
-    """The signals that have a handler, in C too, as a bit mask; 0 where it cannot be told."""
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt"))
-    except (OSError, StopIteration):
-        return 0
+    pages = _proc("self/statm").split()
+    return round(int(pages[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6, 1) if pages else None
 
 
 def _thread_ids() -> set:
@@ -1135,15 +1143,10 @@ def _timer_threads() -> set:
     """The threads that look like faulthandler's timer, which no API tells of: named as the main thread is,
     and with every signal blocked, which nothing else in CPython does."""
     everything = 0x7FFBFEFF   # signals 1 to 31, without KILL and STOP
-    found, main_name = set(), None
-    for tid in sorted(_thread_ids(), key=lambda tid: tid != str(os.getpid())):
-        try:
-            with open(f"/proc/self/task/{tid}/status") as file:
-                status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-        except OSError:
-            continue
-        main_name = main_name or status["Name"]
-        if status["Name"] == main_name and int(status["SigBlk"], 16) & everything == everything:
+    main_name, found = _status().get("Name"), set()
+    for tid in _thread_ids():
+        status = _status(f"self/task/{tid}")
+        if status.get("Name") == main_name and int(status["SigBlk"], 16) & everything == everything:
             found.add(tid)
     return found
 
@@ -1154,7 +1157,7 @@ _forking: Optional[_Tracer] = None   # the tracer whose timer is held off while 
 
 
 def _before_fork() -> None:
-    # A child that inherits an armed timer never exits: CPython waits for the timer's thread, which it lacks.
+    """Hold the timer off: a child that inherits an armed one never exits, but waits for a thread it lacks."""
     global _forking
     tracer = _tracer
     if tracer is not None:
@@ -1179,12 +1182,14 @@ def _after_fork_in_child() -> None:
         return
     _tracer = _settings = _forking = None
     try:
+        # Let go of all that is the parent's. Its locks are left behind, whoever held them at the fork.
         parent.watch.unregister()
         if parent.fd >= 0:
             os.close(parent.fd)
         if parent.watch.stacks is not None:
             parent.watch.stacks.close()
-        _step_everywhere = _Step()   # a child does not follow its parent's steps
+        # The step as well, which a child does not follow: a worker fetches ahead of it.
+        _step_everywhere = _Step()
         _step_here.set(_step_everywhere)
         if parent.settings["trace_workers"]:
             _tracer = _Tracer(parent.settings, parent.who, parent.offset_ns)
@@ -1199,12 +1204,12 @@ class trace_worker_init:
     def __init__(self, worker_init_fn: Optional[Callable[[int], None]] = None):
         self.worker_init_fn, self.parents, tracer = worker_init_fn, None, _tracer
         if tracer is not None and tracer.settings["trace_workers"]:
-            self.parents = tracer.settings, tracer.who, tracer.offset_ns
+            self.parents = tracer.settings, tracer.who, tracer.offset_ns   # pickled for spawned workers
             _trace_fetches()
 
     def __call__(self, worker_id: int) -> None:
         global _tracer
-        if _tracer is None and self.parents is not None:
+        if _tracer is None and self.parents is not None:   # not forked, or it would have one
             _tracer = _Tracer(*self.parents)
             _begin_process()
         if self.worker_init_fn is not None:
@@ -1213,6 +1218,7 @@ class trace_worker_init:
 
 def _trace_fetches() -> None:
     """Put a span around what PyTorch's loader does for a batch, samples and collation, in any process."""
+    # Private names of PyTorch's: where they are missing, there is no "fetch", and nothing else is amiss.
     fetchers = sys.modules.get("torch.utils.data._utils.fetch")
     for kind in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
         fetcher = getattr(fetchers, kind, None)
@@ -1221,20 +1227,18 @@ def _trace_fetches() -> None:
 
 
 _settings: Optional[Dict[str, Any]] = None   # the arguments that tracing has begun with
-_hooked = False
-_excepthook: Callable = sys.excepthook
-_sys_exit: Callable = sys.exit
+_excepthook: Optional[Callable] = None   # what was there before ours; None: nothing has been hooked yet
+_sys_exit: Optional[Callable] = None
 
 
 def _begin_process() -> None:
     """What is registered once: the fork hooks and the ways in which a process can end."""
-    global _hooked, _excepthook, _sys_exit
+    global _excepthook, _sys_exit
     _find_torch()
     _switch(True)
     if _tracer.settings["trace_workers"]:
         _trace_fetches()
-    if not _hooked:
-        _hooked = True
+    if _excepthook is None:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent,
                                 after_in_child=_after_fork_in_child)
@@ -1259,7 +1263,7 @@ def _describe(error: BaseException) -> Dict[str, Any]:
 
 
 def _on_sys_exit(code: Any = None) -> None:
-    # Only here is the exit code known in time. If somebody catches the SystemExit, set_step forgets it.
+    # atexit is not told the exit code: it is kept from here. set_step forgets it if the exit was caught.
     tracer = _tracer
     if tracer is not None and threading.current_thread() is threading.main_thread():
         tracer.exit_code = code
@@ -1267,6 +1271,7 @@ def _on_sys_exit(code: Any = None) -> None:
 
 
 def _at_exit() -> None:
+    # Nobody closed: the interpreter ends all the same, which is less than "ok". No file, nothing to end.
     if _tracer is not None and _tracer.fd >= 0:
         code = _tracer.exit_code
         close_structured_logger("exit", **({} if code is None else {"code": code}))
@@ -1293,6 +1298,7 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
                 "heartbeat_s": heartbeat_s, "stall_timeout_s": stall_timeout_s,
                 "trace_workers": trace_workers, "run": run, "attempt": attempt}
     _check(settings)
+    # Called again: the same is quiet, since libraries and scripts may both call; another is a mistake.
     if _settings is not None:
         other = [k for k in settings if settings[k] != _settings[k]]
         if other:
@@ -1304,15 +1310,16 @@ def init_structured_logger(source: str, output_dir: str, rank: Optional[int] = N
     _settings = settings
     if not enable:
         return
+    # Who we are decides whether workers are traced, where nobody has said so.
     who = _identity(rank)
     who.update({key: value for key, value in (("run", run), ("attempt", attempt)) if value is not None})
     if trace_workers is None:
         settings = {**settings, "trace_workers": who["world_size"] <= WORKERS_UP_TO}
     _tracer = _Tracer(settings, who)
     _begin_process()
-    try:
+    try:   # to open the file now: a process that dies before its first record has one
         with _tracer.lock:
-            _tracer.open()   # now, so that a process that dies before its first record has a file
+            _tracer.open()
         _tracer.watch.start()
     except OSError as error:
         _tracer.failed(error)
@@ -1347,6 +1354,7 @@ def close_structured_logger(how: str = "ok", **details: Any) -> None:
         if how == "exception" and error is not None:
             details = {**_describe(error), **details}
         tracer.end(how, **details)
+        # From here on the API does nothing. A thread that is inside it finds the tracer closed.
         _switch(False)
         _tracer = None
         tracer.watch.stop()
