@@ -64,8 +64,7 @@ TITAN_NAME = re.compile(r"(?P<source>.*)\.global_rank_(?P<rank>\d+)\.")
 
 
 class Unreadable:
-    """Collects what could not be read: one entry for each file and reason, with the count and the first
-    line."""
+    """What could not be read: one entry for each file and reason, with the count and the first line."""
 
     def __init__(self):
         self.entries: Dict[Tuple[str, str], List[int]] = {}
@@ -96,8 +95,7 @@ def find_trace_files(paths: Iterable[str]) -> List[str]:
 
 
 def group_parts(files: Sequence[str]) -> Tuple[Dict[str, List[str]], List[str]]:
-    """{one process's base name: its rotated parts, oldest first}, and warnings about files that are there
-    twice."""
+    """{a process's base name: its rotated parts, oldest first}, and warnings of files that are there twice."""
     groups: Dict[str, Dict[int, str]] = {}
     warnings = []
     for path in files:
@@ -151,8 +149,7 @@ def read_batches(path: str, unreadable: Unreadable, parse=None) -> Iterator[Tupl
 
 def parse_lines(block: bytes, path: str, first_line: int, unreadable: Unreadable,
                 bad: str = "no JSON object") -> List[dict]:
-    """The records in whole lines: all lines as one JSON array, three times as fast; line by line when that
-    fails."""
+    """The records in whole lines: as one JSON array, three times as fast; line by line when that fails."""
     try:
         records = parse_text(block.decode("utf-8"))
         if records:
@@ -181,8 +178,7 @@ def parse_text(text: str) -> Optional[List[dict]]:
 
 
 def salvage(line: bytes) -> Tuple[List[dict], Optional[str]]:
-    """The whole records in one damaged line (a torn record may be followed by a whole one), and what was
-    wrong."""
+    """The records in a damaged line (a torn one may be followed by a whole one), and what was wrong."""
     why = "no JSON object"
     try:
         text = line.decode("utf-8")
@@ -211,8 +207,7 @@ def salvage(line: bytes) -> Tuple[List[dict], Optional[str]]:
 
 
 def from_torchtitan(r: dict) -> dict:
-    """A record of torchtitan's structured log in our format, whose names are the Chrome trace event
-    format's."""
+    """A record of torchtitan's structured log in our format."""
     kind = r.get("log_type_name")
     if not isinstance(kind, str):
         return r
@@ -283,8 +278,7 @@ def in_order(batches: Iterable[Tuple[int, List[dict]]], path: str,
 
 
 def with_time_stamps(records: List[dict]) -> List[dict]:
-    """The records that can be put into order; definitions have no time of their own and stay where they
-    are."""
+    """The records that can be put into order; definitions have no time and stay where they are."""
     usable, before = [], 0
     for record in records:
         if record.get("ph") == "D":
@@ -416,8 +410,7 @@ def unpack_us(packed: bytes) -> List[float]:
 
 
 class Durations:
-    """What is kept of the durations of a phase: count, maximum, and a histogram with 0.05 per cent wide
-    bins."""
+    """What is kept of a phase's durations: the maximum, and a histogram with 0.05 per cent wide bins."""
 
     def __init__(self):
         self.fresh: List[int] = []
@@ -480,8 +473,7 @@ class StepRange:
 
 
 class Stream:
-    """One line of execution of a process, a thread or an asyncio task: its open spans, and who gets its
-    time."""
+    """A thread or an asyncio task of a process: its open spans, and who gets its time."""
 
     def __init__(self, tid=None, task=None):
         self.tid, self.task = tid, task
@@ -511,8 +503,7 @@ class Stream:
         self.enter_top()
 
     def enter_top(self) -> None:
-        """The time from now on belongs to the innermost open span: `(evaluate, forward)` inside an
-        evaluation."""
+        """Give the time from now on to the innermost open span: `(evaluate, forward)` in an evaluation."""
         top = self.stack[-1] if self.stack else None
         self.key = "" if top is None else (
             top["name"] if self.apart is None or self.apart is top else (self.apart["name"], top["name"]))
@@ -835,8 +826,7 @@ class Process:
                 self.sink.instant(stream, r)
 
     def take_out(self, stream: Stream, r: dict) -> Optional[dict]:
-        """The begin of an end that is not the innermost span's: spans cross, or records between them were
-        lost."""
+        """The begin of an end that is not the innermost span's: spans cross, or records were lost."""
         stack = stream.stack
         for at in range(len(stack) - 1, -1, -1):
             if stack[at]["name"] == r["name"]:
@@ -847,8 +837,7 @@ class Process:
         return None
 
     def drop_lost(self, stream: Stream, r: dict) -> None:
-        """Records were lost: a span that begins again in a later step has ended, though its end is not
-        there."""
+        """Records were lost: a span that begins again in a later step has ended, unseen."""
         for at, entry in enumerate(stream.stack):
             if entry["name"] == r["name"] and entry.get("step", -1) < r.get("step", -1):
                 while len(stream.stack) > at:
@@ -863,8 +852,7 @@ class Process:
             self.sink.end(stream, entry, {"ts": ts, "lost": True})
 
     def note_error(self, entry: dict, r: dict) -> None:
-        """Remember where an exception came from: the innermost span that it ended, not those that it passed
-        through."""
+        """Remember where an exception came from: the innermost span that it ended, not those around it."""
         err = str(r.get("err") or entry.get("err"))
         if not self.errors or self.errors[-1]["err"] != err:
             self.errors.append({"ts": r["ts"], "name": r["name"], "step": entry.get("step"), "err": err})
@@ -954,8 +942,7 @@ class StepPattern:
 
     @classmethod
     def learn(cls, records: Sequence[dict], text: str) -> Optional["StepPattern"]:
-        """From the last step that is there from its first line to its last, and that is plain enough; or
-        None."""
+        """From the last whole step that is plain enough; or None."""
         lines = text.split("\n")
         begins = [i for i, r in enumerate(records) if r.get("ph") == "B" and "step" in r and "tid" not in r
                   and (i == 0 or records[i - 1].get("step") != r["step"])]
@@ -1153,8 +1140,7 @@ def checked(r: dict) -> Tuple[str, int]:
 
 
 def usable_header(header: Dict[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
-    """The fields of a header that have the type, and about the size, that they must have; and the names of
-    the others."""
+    """The fields of a header whose type and size are as they must be; and the names of the others."""
     good, bad = {}, []
     for field, value in header.items():
         least, kind = HEADER_FIELDS.get(field, (None, object))
@@ -1169,12 +1155,9 @@ def usable_header(header: Dict[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
 LARGEST = 10 ** 16  # microseconds, steps: more is damage
 RANKS_MAX = 1 << 17
 HEADER_FIELDS = {  # least value, type
-    "ts": (0, int), "mono_us": (0, int), "rank": (0, int), "local_rank": (0, int), "world_size": (1, int),
-    "pid": (0, int),
-    "node": (0, int), "attempt": (0, int), "part": (0, int), "heartbeat_s": (0, (int, float)),
-    "v": (0, (int, float)),
-    "stall_timeout_s": (0, (int, float)), "host": (None, str), "source": (None, str), "run": (None, str),
-    "boot_id": (None, str), "continues": (None, str), "worker": (None, (int, str))}
+    **dict.fromkeys(("ts", "mono_us", "rank", "local_rank", "pid", "node", "attempt", "part"), (0, int)),
+    **dict.fromkeys(("v", "heartbeat_s", "stall_timeout_s"), (0, (int, float))), "world_size": (1, int),
+    **dict.fromkeys(("host", "source", "run", "boot_id", "continues"), (None, str)), "worker": (None, (int, str))}
 
 
 def is_earlier(record: dict, header: dict) -> bool:
@@ -1208,8 +1191,7 @@ def join_continued(candidates: Sequence[Candidate]) -> List[Candidate]:
 
 
 def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
-    """Rank, host, pid and so on of a process: from the header, the first record, or at last the name of the
-    file."""
+    """Rank, host, pid and so on of a process: from the header, the first record, or the file's name."""
     name = os.path.basename(base)
     header: Dict[str, Any] = {}
     for pattern in (OUR_NAME, TITAN_NAME):
@@ -1250,8 +1232,7 @@ def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
 
 
 def choose_run(candidates: List[Candidate], run: Optional[str], attempt: Optional[int]):
-    """The processes of one attempt of one run, the latest unless told otherwise, and what was left out, in
-    words."""
+    """The processes of one attempt, the latest unless told otherwise, and what was left out, in words."""
     candidates = sorted(candidates, key=lambda c: c.ts)
     number_attempts(candidates)
     latest = {}
@@ -1311,12 +1292,10 @@ class Refusal(Exception):
 
 
 class Run:
-    """The processes of one attempt, read to the end: what the numbers, the verdict and the export are made
-    from."""
+    """The processes of one attempt: what the numbers, the verdict and the export are made from."""
 
     def __init__(self, paths: Sequence[str], run=None, attempt=None, steps: Optional[StepRange] = None,
-                 ranks=None,
-                 sink: Optional["TraceWriter"] = None):
+                 ranks=None):
         files = find_trace_files(paths)
         if not files:
             looked = ", ".join(os.path.join(p, "[structured_logs/]**/*.jsonl[.N][.gz]") if os.path.isdir(p)
@@ -1336,10 +1315,10 @@ class Run:
                 raise Refusal(f"no traces of rank {format_ranks(sorted(ranks))} here; world size {self.world_size}")
         self.expected = sorted(set(range(self.world_size)) if ranks is None
                                else set(ranks) & set(range(self.world_size)))
-        chosen.sort(key=lambda c: (c.rank is None, c.rank or 0, c.worker is not None,
-                                   isinstance(c.worker, str),
+        chosen.sort(key=lambda c: (c.rank is None, c.rank or 0, c.worker is not None, isinstance(c.worker, str),
                                    c.worker or 0, c.ts))
-        self.chosen, self.steps, self.sink = chosen, steps or StepRange(), sink
+        self.chosen, self.steps = chosen, steps or StepRange()
+        self.sink: Optional[TraceWriter] = None  # export draws while the run is read
         self.totals: Dict[str, Durations] = {}
         self.self_us: Counter = Counter()
         self.parents: Dict[str, str] = {}
@@ -1363,10 +1342,9 @@ class Run:
         """Merge the phases of a process into the run's, and drop what is only needed for that."""
         suffix = "" if process.worker is None else " (worker)"
         for name, durations in process.phases.items():
-            total = self.totals.setdefault(name + suffix, Durations())
-            total.merge(durations)
-        for own in [process.own_us, process.wait_us] + [
-                s.kept for s in process.streams.values() if s is not process.main]:
+            self.totals.setdefault(name + suffix, Durations()).merge(durations)
+        threads = [s.kept for s in process.streams.values() if s is not process.main]
+        for own in [process.own_us, process.wait_us, *threads]:
             for key, spent_us in own.items():
                 self.self_us[plain_name(key) + suffix] += spent_us
         self.parents.update(process.parents)
@@ -1382,8 +1360,7 @@ def plain_name(key: Any) -> str:
 
 @contextmanager
 def progress_line(num_files: int):
-    """A callback (file number, records): from the third second on it says on stderr how far reading has
-    got."""
+    """A callback (process number, records): after two seconds it tells on stderr how far reading has got."""
     start = shown = time.monotonic()
     tty = sys.stderr.isatty()
     records = 0
@@ -1392,7 +1369,7 @@ def progress_line(num_files: int):
         nonlocal shown, records
         records += more
         now = time.monotonic()
-        if now - start > 2 and now - shown > (0.5 if tty else 10) or (shown == start and now - start > 2):
+        if now - start > 2 and (shown == start or now - shown > (0.5 if tty else 10)):
             shown = now
             line = f"reading process {number + 1} of {num_files}, {records:,} records"
             sys.stderr.write(f"\r{line} " if tty else line + "\n")
@@ -1445,15 +1422,14 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
 
 
 RANK_KEYS = ("rank", "host", "pid", "source", "last_step", "last_phase", "state", "last_ts", "num_steps",
-             "own_us", "wait_us",
-             "step_own_us", "step_wait_us")
+             "own_us", "wait_us", "step_own_us", "step_wait_us")
 
 
 def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
     return {
         "rank": p.rank, "host": p.header.get("host"), "pid": p.header.get("pid"),
-        "source": p.header.get("source"),
-        "last_step": p.last_step, "last_phase": p.main.stack[-1]["name"] if p.main.stack else p.last_phase,
+        "source": p.header.get("source"), "last_step": p.last_step,
+        "last_phase": p.main.stack[-1]["name"] if p.main.stack else p.last_phase,
         "state": state, "last_ts": p.last_ts, "num_steps": p.num_steps(),
         "own_us": sum(p.own_us.values()), "wait_us": sum(p.wait_us.values()),
         "step_own_us": p.own_a_step.quantile_us(0.5), "step_wait_us": p.wait_a_step.quantile_us(0.5),
@@ -1461,27 +1437,23 @@ def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
 
 
 def errors_of(p: Process) -> List[Dict[str, Any]]:
-    """The exceptions that ended spans, each where it came from, and the one that ended the process with its
-    frames."""
+    """The exceptions that ended spans, where they came from; of the process's last one, the frames."""
     errors = [dict(error, rank=p.rank, frames=[]) for error in p.errors]
     args = p.told("process_end")
     if args.get("how") == "exception" and args.get("type"):
         end = p.instants["process_end"]
         err = f"{args['type']}: {args.get('message', '')}"
         if not errors or errors[-1]["err"] != err:
-            errors.append({"ts": end["ts"], "name": None, "step": end.get("step"), "err": err,
-                           "rank": p.rank})
+            errors.append({"ts": end["ts"], "name": None, "step": end.get("step"), "err": err, "rank": p.rank})
         errors[-1]["frames"] = [str(frame) for frame in args.get("frames") or []]
     if p.stacks.fatal:
         errors.append({"ts": p.last_ts, "name": p.last_phase, "step": p.last_step, "err": p.stacks.fatal,
-                       "rank": p.rank,
-                       "frames": p.stacks.last})
+                       "rank": p.rank, "frames": p.stacks.last})
     return errors
 
 
 def is_alive(p: Process, now_us: float) -> bool:
-    """No end was recorded, and the last sign of life is recent: three heartbeats, or a minute where none are
-    written."""
+    """No end was recorded, and the last sign of life is recent."""
     if "process_end" in p.instants or p.last_ts is None:
         return False
     return not is_gone(p, now_us)
@@ -1494,8 +1466,7 @@ def stall_limit_us(p: Process) -> float:
 
 
 def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
-    """running, waiting, stalled; failed, killed, terminated, ended; or silent, when the trace does not
-    tell."""
+    """running, waiting, stalled; failed, killed, terminated, ended; silent when the trace does not tell."""
     if p.last_ts is None:
         return "silent"
     how = p.how()
@@ -1553,8 +1524,7 @@ def thread_name(p: Process, stream: Stream) -> Optional[str]:
 
 
 def phase_numbers(run: Run, mains: Sequence[Process], only: Optional[str]) -> List[Dict[str, Any]]:
-    """One entry a span name, the one with the most self time first; shares are of the ranks' time taken
-    together."""
+    """One entry a span name, the most self time first; shares are of the time of all ranks together."""
     if only is not None and only not in run.totals:
         raise Refusal(f"no phase {only!r} in this trace; there {are(run.totals)}: {', '.join(sorted(run.totals))}"
                       + nearest(only, run.totals))
@@ -1569,8 +1539,7 @@ def phase_numbers(run: Run, mains: Sequence[Process], only: Optional[str]) -> Li
         if count and only in (None, name):
             phases.append({
                 "name": name, "count": count, "median_us": total.quantile_us(0.5),
-                "p95_us": total.quantile_us(0.95),
-                "max_us": total.max_us, "max_rank": total.max_rank, "max_step": total.max_step,
+                "p95_us": total.quantile_us(0.95), "max_us": total.max_us, "max_rank": total.max_rank, "max_step": total.max_step,
                 "self_us": run.self_us[name], "wait_us": waits[name],
                 "share_percent": 100 * run.self_us[name] / whole_us if whole_us else 0.0,
             })
@@ -1655,8 +1624,7 @@ def noise_of(values: Sequence[float], centre: float) -> float:
 
 
 class Meetings:
-    """All meetings of one kind that the same ranks came to; a column of numbers for each rank, all of one
-    length."""
+    """All meetings of one kind that the same ranks came to; a column for each rank, all of one length."""
 
     def __init__(self, kind: str, told: bool):
         self.kind, self.told = kind, told  # the spans' name, and whether they tell when own work is done
@@ -1721,8 +1689,7 @@ def work_before_meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tupl
 
 
 def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meetings]:
-    """The meetings of all ranks, matched by kind, step and number in the step; without steps before
-    training."""
+    """The meetings of all ranks in steps, matched by kind, step and number in the step."""
     came: Dict[str, Dict[int, Tuple[array, array, array]]] = {}  # kind: rank: which meetings, work, waiting
     for p in mains:
         for (kind, step, number), work_us, wait_us in work_before_meetings(p, wait_phase):
@@ -1857,8 +1824,7 @@ def warm_up(work_per_step: Sequence[float]) -> int:
 
 
 def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[int, int]:
-    """The longest stretch of meetings that a rank is late at, as [first, last): the largest sum above half of
-    high."""
+    """The stretch of meetings that a rank is late at, [first, last): the largest sum above half of high."""
     cut = max(floor_us, high) / 2
     best, best_range, total, begin = 0.0, (0, 0), 0.0, 0
     for i, value in enumerate(late):
@@ -1974,8 +1940,7 @@ class Judge:
 
     def look_at(self, kind: str, steps: Sequence[int],
                 ranks: Iterable[int]) -> List[Dict[int, Dict[str, float]]]:
-        """The work before the meetings in these steps once more, phase by phase: {rank: {phase: us}} for each
-        step."""
+        """The work before the meetings in these steps, by phase: {rank: {phase: us}} for each step."""
         ranks = set(ranks)
         for p in self.mains:
             wanted = {step for step in steps
@@ -1995,8 +1960,7 @@ class Judge:
 
     def excess(self, kind: str, steps: Sequence[int], rank: int,
                usual: Optional[Sequence[int]]) -> List[Tuple[float, str]]:
-        """[(median microseconds that a rank is above the usual ones, phase)] over meetings in these steps,
-        most first."""
+        """[(median us that a rank is above the usual ones, phase)] over meetings, most first."""
         chosen = some(steps)
         excess: Dict[str, List[float]] = {}
         for owns in self.look_at(kind, chosen, self.some_ranks(rank) if usual is None else [rank, *usual]):
@@ -2062,8 +2026,7 @@ class Late:
 
 
 def replay(judge: Judge, lates: Sequence[Late]) -> float:
-    """Microseconds that all steps would be shorter without these: each meeting waits for the last of the
-    others."""
+    """Microseconds saved without these lates: each meeting then waits for the last of the others."""
     saved = 0.0
     for track in judge.tracks:
         cuts = {}
@@ -2141,8 +2104,7 @@ def few_fast(columns: Sequence[Sequence[float]], floor_us: float) -> List[int]:
 
 
 def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[Late]]]:
-    """("burst", rank late now and then) and ("spike", once): meetings that cost far more than usual, by who
-    led them."""
+    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them."""
     found = []
     for track in judge.tracks:
         work = without(track, known)
@@ -2189,8 +2151,7 @@ def period_of(steps: Sequence[int]) -> Optional[int]:
 
 
 def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
-    """`imbalance`: at most meetings some rank is late by much in the same phase, but never the same rank for
-    long."""
+    """`imbalance`: at most meetings some rank is late in the same phase, but no rank for long."""
     for track in judge.tracks:
         work = without(track, known)
         ranks = sorted(work)
@@ -2294,8 +2255,7 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
 
 
 def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int]) -> Tuple[str, float]:
-    """The phase whose median over ranks and steps changed most, and by how much; a meeting's name for its
-    transfer."""
+    """The phase whose median over ranks and steps rose most, by how much; a meeting's is its transfer."""
     changes: Dict[str, float] = {}
     for track in judge.tracks:
         medians = []
@@ -2363,8 +2323,7 @@ def bound_finding(judge: Judge, phase: str, us: float, steps: Sequence[int], wha
 
 
 def hides_work(judge: Judge, track: Meetings) -> bool:
-    """Whether the spans of these meetings hold own work that they do not tell: computing, by their marks or
-    their name."""
+    """Whether these spans hold own work (computing) that they do not tell, by their marks or their name."""
     marked = any(p.opaque.get(track.kind) for p in judge.mains)
     return not track.told and (marked or not judge.is_marked or bool(
         COMPUTE.search(track.kind) and not COLLECTIVE.search(track.kind)))
@@ -2405,8 +2364,7 @@ def slow_finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[
 
 
 def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
-    """Stragglers that are one finding: a rank's at several kinds of meetings; ranks of one phase, alike
-    late."""
+    """Stragglers that are one finding: a rank at several kinds of meetings; ranks alike late in a phase."""
     groups: List[List[Late]] = []
     for late in sorted(lates, key=lambda l: -l.late_us):
         for group in groups:
@@ -2422,8 +2380,7 @@ def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
 
 
 def whole_hosts(judge: Judge, lates: List[Late]) -> List[List[Late]]:
-    """Hosts all of whose ranks (two at least) are late, when others are not; takes their lates out of the
-    list."""
+    """Hosts whose ranks, two at least, are all late, when others' are not; taken out of the list."""
     by_host: Dict[Any, set] = {}
     for rank, host in judge.hosts.items():
         by_host.setdefault(host, set()).add(rank)
@@ -2627,8 +2584,7 @@ def origin(errors: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
 
 
 def is_gone(p: Process, now_us: float) -> bool:
-    """The process is no longer there: asked of this machine when it ran here, else by the heartbeats that it
-    owes."""
+    """The process is no longer there: asked of this machine when it ran here, else of its heartbeats."""
     if p.last_ts is None:
         return True
     beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
@@ -2714,8 +2670,7 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
 
 
 def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
-    """Nothing happens any more. The culprit has come least far; among those whose heartbeats have stopped, if
-    any."""
+    """Nothing happens any more. The culprit has come least far (of those without heartbeats, if any)."""
     here = [f for f in fates if not f.over]
     newest = max(f.last_ts for f in here)
     for_s = format_us(stalled_us)
@@ -2982,8 +2937,7 @@ def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
 # ---- The verdict -------------------------------------------------------------------------------------------
 
 def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
-    """The findings: first how the run stands or ended, then what slows it down, that which saves most
-    first."""
+    """The findings: first how the run stands or ended, then what slows it down, the largest saving first."""
     stopped = stop_findings(run, mains, now_us)
     judge = Judge(mains, run)
     slow = slow_findings(judge)
@@ -3004,8 +2958,7 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
 # ---- Clocks ------------------------------------------------------------------------------------------------
 
 def clock_offsets(mains: Sequence[Process]) -> List[Dict[str, Any]]:
-    """Per host, how far its wall clock is ahead of rank 0's: offset_us (at the middle of the run), drift_ppm,
-    residual_us."""
+    """Per host, how far its wall clock is ahead of rank 0's, at the middle of the run."""
     found: Dict[Any, Dict[str, Any]] = {}
     ends: Dict[tuple, int] = {}
     for p in mains:
@@ -3136,8 +3089,7 @@ def and_more(num: int, what: str, indent: str = "") -> List[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> List[str]:
-    """Lines of right-aligned columns, those in `left` left-aligned and cut as far as the table is too
-    wide."""
+    """Lines of right-aligned columns; those in `left` are left-aligned, and cut when all are too wide."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     for i in sorted(left, key=lambda i: -widths[i]):
         too_wide = sum(widths) + len(TABLE_GAP) * (len(widths) - 1) - (WIDTH - 2)
@@ -3147,8 +3099,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int
 
 
 def render(summary: Dict[str, Any], top: int, colour: bool) -> str:
-    """The summary for a person: who was where, what is still open, where the time went, what could not be
-    read."""
+    """The summary for a person."""
     bold = (lambda text: f"\033[1m{text}\033[0m") if colour else str
     red = (lambda text: f"\033[31m{text}\033[0m") if colour else str
     lines = render_head(summary, bold) + render_findings(summary, top, bold)
@@ -3224,8 +3175,7 @@ def format_time(ts: float) -> str:
 
 
 def render_ranks(summary: Dict[str, Any], top: int) -> List[str]:
-    """Few ranks have a line each; of many, those that are alike share one, and those whose own time is
-    unusual do not."""
+    """Few ranks have a line each; of many, those that are alike share one, but for unusual own times."""
     ranks = summary["ranks"]
     own_us = sorted(r["step_own_us"] for r in ranks if r["step_own_us"] is not None)
     usual_us = own_us[len(own_us) // 2] if own_us else 0
@@ -3270,8 +3220,7 @@ def render_errors(summary: Dict[str, Any], top: int) -> List[str]:
 
 
 def render_open(summary: Dict[str, Any], top: int) -> List[str]:
-    """Innermost open spans, one line for all ranks that are inside of the same, the oldest first; one stack
-    each."""
+    """Innermost open spans, a line and a stack for all ranks inside of the same, the oldest first."""
     groups: Dict[tuple, List[dict]] = {}
     innermost = set()
     for span in summary["open_spans"]:
@@ -3303,8 +3252,7 @@ def render_phases(summary: Dict[str, Any], top: int) -> List[str]:
     for p in summary["phases"][:top]:
         where = "-" if p["max_rank"] is None else str(p["max_rank"])
         rows.append([printable(p["name"], 28), f"{p['count']:,}", format_us(p["median_us"]),
-                     format_us(p["p95_us"]),
-                     format_us(p["max_us"]), where, "-" if p["max_step"] is None else str(p["max_step"]),
+                     format_us(p["p95_us"]), format_us(p["max_us"]), where, "-" if p["max_step"] is None else str(p["max_step"]),
                      format_us(p["self_us"]), format_us(p["wait_us"]) if p["wait_us"] else "-",
                      f"{p['share_percent']:.1f} %"])
     if not rows:
@@ -3404,8 +3352,7 @@ class TraceWriter:
         return self.tracks[key]
 
     def pooled(self, pool: str, holder: Any, begin_ns: int) -> Track:
-        """A track that is free from begin_ns on, for a task or a crossing span: its own last one, else any,
-        else new."""
+        """A track that is free from begin_ns on, for a task or a crossing span: else a new one."""
         free = [t for t in self.pools[pool] if t.holder is None and t.floor_ns <= begin_ns]
         if not free:
             free = [self.track((pool, len(self.pools[pool])),
@@ -3440,8 +3387,7 @@ class TraceWriter:
             track.floor_ns = entry[READY] + 1
 
     def end(self, stream: Stream, entry: dict, r: dict) -> None:
-        """Draw a span that has ended, or that never did (`lost`: its end is missing; `unfinished`: cut
-        off)."""
+        """Draw a span that has ended, or never did (`lost`: its end is missing; `unfinished`: cut off)."""
         track = entry[TRACK]
         end_ns = self.ns(entry["ts"] + r["dur"] if "dur" in r else r["ts"])
         for crossing in [e for e in stream.stack if e[BEGIN] > entry[BEGIN] and e[TRACK] is track]:
@@ -3585,8 +3531,7 @@ def finite(value: Any) -> Any:
 
 
 def export(run: Run, target: str, min_us: float = 0, profiler_files: Sequence[str] = ()) -> int:
-    """Write the run as a Chrome trace, under a temporary name until it is whole; returns the number of
-    events."""
+    """Write the run as a Chrome trace, under a temporary name until it is whole; the number of events."""
     origin_us = min(c.header["began_ts"] for c in run.chosen)
     os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
     temporary = f"{target}.{os.getpid()}.tmp"
