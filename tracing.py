@@ -602,6 +602,8 @@ class _Tracer:
 
     def definition(self, info: _Name, frame: Any, function: Any = None) -> bytes:
         """The D record of a call site, or nothing if this file has it."""
+        if frame.f_lasti == info.lasti and frame.f_code is info.code:
+            return b""   # where it was last called
         code, line = frame.f_code, frame.f_lineno
         info.code, info.lasti = code, frame.f_lasti
         # A task's caller is the event loop: of a decorated coroutine, its own place is worth more.
