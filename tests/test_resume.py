@@ -193,7 +193,7 @@ def test_a_place_without_a_checkpoint_stops_at_once(run_dir, tmp_path, case):
 
 
 MISTAKES = {
-    "finished": ("resume={run}", ["finished, at step 8 of 8", "max_steps="]),
+    "finished": ("resume={run}", ["finished, at step 8", "max_steps="]),
     "another model": ("resume={run} model.width=5",
                       ["does not fit DropoutNet", "of another shape: first.weight"]),
     "no state dict": ("weights={run}/config.yaml", ["config.yaml", "cannot be loaded"]),
