@@ -137,10 +137,9 @@ def open_plain_or_gzip(path: str):
     return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
 
 
-def read_batches(path: str, unreadable: Unreadable, parse=None) -> Iterator[Tuple[int, List[dict]]]:
+def read_batches(path: str, unreadable: Unreadable, parse) -> Iterator[Tuple[int, List[dict]]]:
     """(first line's number, records) of a file, in file order. What is no record is counted in unreadable,
-    never raised. parse takes whole lines: parse_lines unless told otherwise."""
-    parse = parse or parse_lines
+    never raised. parse, like parse_lines, takes whole lines."""
     line_number = 1
     try:
         with open_plain_or_gzip(path) as file:
@@ -1392,6 +1391,8 @@ def progress_line(num_files: int):
 # ---- What became of a process ------------------------------------------------------------------------------
 
 BEATS_MISSED = 3  # a process that owes so many heartbeats is no longer there
+GONE_US, GONE_WITHOUT_US = 30e6, 60e6  # the least silence, with and without heartbeats
+STALL_S, STALL_STEPS = 120, 20  # without progress for so long (the header may tell another), so many steps
 
 
 def is_alive(p: Process, now_us: float) -> bool:
@@ -1413,7 +1414,7 @@ def is_gone(p: Process, now_us: float) -> bool:
             return True
         if os.path.exists(f"/proc/{p.header['pid']}") and quiet_us < 86_400e6 and began_after(p):
             return False
-    return quiet_us > (max(BEATS_MISSED * beat_us, 30e6) if beat_us else 60e6)
+    return quiet_us > (max(BEATS_MISSED * beat_us, GONE_US) if beat_us else GONE_WITHOUT_US)
 
 
 def boot_id() -> Optional[str]:
@@ -1440,7 +1441,8 @@ def is_over(p: Process) -> bool:
 def stall_limit_us(p: Process) -> float:
     """How long without progress is no progress: two minutes, or twenty steps where steps are longer."""
     took_us = (p.main.mark or 0) - (p.first_ts or 0)
-    return max(1e6 * (p.header.get("stall_timeout_s") or 120), 20 * took_us / (p.num_steps() or math.inf))
+    step_us = took_us / (p.num_steps() or math.inf)
+    return max(1e6 * (p.header.get("stall_timeout_s") or STALL_S), STALL_STEPS * step_us)
 
 
 # ---- The numbers -------------------------------------------------------------------------------------------
@@ -1540,7 +1542,7 @@ def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
     if is_over(p):
         return "ended"
     # It stopped in the middle. Others that lived on, or that told how they ended, say that it was it.
-    beat_us = 3e6 * (p.header.get("heartbeat_s") or 0) or 1e6
+    beat_us = BEATS_MISSED * 1e6 * (p.header.get("heartbeat_s") or 0) or 1e6
     outlived = any(q is not p and (is_over(q) or (q.last_ts or 0) - p.last_ts > beat_us) for q in mains)
     return "killed" if outlived else "silent"
 
@@ -1619,26 +1621,61 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
     return found
 
 
-# ---- The verdict: who is late ------------------------------------------------------------------------------
-#
-# Own time is blamed, never waiting. What a rank did between two meetings of ranks is its work; a rank whose
-# work takes longer than the others' makes them wait at the meeting. All of it is durations on one rank: no
-# clocks are compared.
+# ---- The verdict: its thresholds ---------------------------------------------------------------------------
 
-LATE_US, LATE_RATIO = 1000, 0.03  # a straggler's median lateness: at least so much, and so much of a step
-COST_RATIO = 0.03  # what is found costs at least so much of the time of all steps
-MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
-MIN_Z = 6.0  # standard errors that a median lateness is above zero
-STRETCH_RATIO = 4.0  # of a part of the run, over the latest stretches that noise makes
+# Every rule has a ratio and a floor in microseconds; ratios are of a step unless the comment says otherwise.
 NOISE_US = 20.0  # no machine is quieter
-OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: above the usual by all three
-# once: so many steps long, so long, so much of the run
-SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01
-MOVING_RATIO, MOVING_US = 0.1, 2000  # lateness that moves from rank to rank, of a step
-SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 2.0  # all ranks from a step on
-BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000  # of a step, on all ranks alike
-ODD_RATIO = 0.5  # of a step, for a phase whose name says nothing
+COST_RATIO = 0.03  # of the time of all steps: what a straggler or bursts cost at least
+MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
+MEMBER_RATIO = 0.5  # of the most meetings of a rank: ranks with fewer are not compared
 SAMPLES = 240  # meetings that are looked at phase by phase, of each finding
+WARM_UP_RATIO, WARM_UP_PART = 1.5, 5  # over the usual step; a fifth of the steps at most
+
+# A straggler
+LATE_US, LATE_RATIO = 1000, 0.03  # its median lateness, at least
+MIN_Z = 6.0  # standard errors that a median lateness is above zero
+BLOCKS, BLOCK_RATIO = 6, 0.3  # parts of the run, in each of which it is so much of its median late
+PLAIN_US, PLAIN_RATIO = 2 * LATE_US, 0.1  # its lateness where meetings are few, or for a part of the run
+FEW_RATIO, FEW_PART_RATIO, FEW_TIMES = 0.15, 0.4, 0.9  # where meetings are few, and at so many of them
+PART_MEETINGS = 1.5 * FEW_MEETINGS  # the shortest part of the run
+PART_QUANTILES = (0.9, 0.97, 0.99)  # of lateness, at which a stretch is looked for: it may be short
+WHOLE_RATIO, NEARLY_RATIO = 0.93, 0.8  # of the meetings: the whole run, and all but its ends
+STRETCH_RATIO = 4.0  # of a part of the run, over the latest stretches that noise makes
+FAST_GAP, FAST_RATIO, FAST_SPREAD = 4.0, 0.1, 3  # few fast ranks: floors, of their work; over the spread
+ALIKE_RATIO, ALIKE_STEPS, ALIKE_PART = 0.6, 3, 0.1  # one finding: lateness; begin, in steps or of all
+HOST_RATIO, HOSTS_ALIKE = 0.4, (0.6, 1.7)  # least over most late rank of a host; between hosts
+
+# Late now and then, or once
+OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: above the usual by all three
+LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the usual one of its outliers
+PERIODIC = 3, COST_RATIO, 0.2  # outliers, of all steps' time, of all outliers' loss
+IRREGULAR = 5, 2 * COST_RATIO, 0.6  # noise has no period
+BURST_MOST = 0.5  # of a burst's cost: the largest one, else it is a spike
+PERIOD_SLACK, PERIOD_RATIO = 0.1, 0.8  # of the period; of the gaps
+SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # steps long, so long, so much of the run
+
+# Lateness that moves from rank to rank
+MOVING_RATIO, MOVING_US = 0.1, 2000
+ALONE_RATIO = 0.4  # the last rank's lead over the next, of its lead over the median: noise has less
+MOVING_MOST, MOVING_PHASE = 0.75, 0.6  # of the cost: one rank's at most, one phase's at least
+
+# All ranks alike
+SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 2.0  # from a step on, of the steps before
+SLOWER_SIDE, SLOWER_PARTS = 10, 5  # least part before and after; parts afterwards, all of them slower
+BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000
+ODD_RATIO = 0.5  # for a phase whose name says nothing
+
+# What is said of a finding
+PHASE_RATIO, HIDDEN_RATIO = 0.6, 0.5  # its cost in one phase: sure; its saving while others hide it
+SIZE_RATIO, MEMORY_RATIO = 1.15, 1.3  # a scalar, and memory, over the other ranks'
+ONE_SPAN = 1.2  # a span that takes so little longer than the one inside of it is the same
+SURE_CORRELATION, SURE_SLOPES = -0.6, (0.5, 1.5)  # of an unmarked phase with the rest of its rank's work
+SURE_VARIANCE_US2 = 1e5  # of that rest: with less, nothing can be told
+
+# Who stopped (how long is long: "What became of a process")
+TOGETHER_US = 3e6  # ranks that stopped within so much stopped at once
+RAISED_US = 100_000  # errors on the way out of an exception follow each other within so much
+SAME_ORDER = 200  # meetings before a desync that tell what was to come
 
 COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|train|step|kernel|rollout|generate", re.I)
 BESIDES = re.compile(
@@ -1649,7 +1686,18 @@ BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
 PIPELINE = re.compile(r"pipeline|p2p|(recv|send)_?(f|b|act|grad|prev|next)|(^|_)pp(_|$|\d)|(^|_)stage_?\d",
                       re.I)
 NO_PHASE = "the end of the step"  # stands for the waiting where no phase is known to hold it
+PEER_ERROR = re.compile(
+    r"connection (was )?(closed|reset|refused)|(read|write|recv|send) ?(error|failed)|broken pipe|"
+    r"time(d)?[ -]?out|remote (worker|process)|"
+    r"peer|nccl|gloo|distbackend|distnetwork|watchdog|abort|socket", re.I)
+MISMATCH = re.compile(r"preamble|mismatch|collectives? differ|different (shape|size)|desync", re.I)
 
+
+# ---- The verdict: who is late ------------------------------------------------------------------------------
+#
+# Own time is blamed, never waiting. What a rank did between two meetings of ranks is its work; a rank whose
+# work takes longer than the others' makes them wait at the meeting. All of it is durations on one rank: no
+# clocks are compared.
 
 def finding(kind: str, ranks: Sequence[int], hosts: Iterable[Optional[str]], phase: Optional[str],
             steps: Sequence[int], confidence: str, evidence: List[str], advice: str, cost_s: float = 0.0,
@@ -1758,7 +1806,7 @@ def track_of(kind: str, ranks: Dict[int, Tuple[array, array, array]], told: bool
     track.num_seen = len(ranks)
     # A rank whose trace lacks much is left out, so that the others can be compared.
     most = max(len(which) for which, _, _ in ranks.values())
-    members = {rank: columns for rank, columns in ranks.items() if len(columns[0]) >= 0.5 * most}
+    members = {rank: columns for rank, columns in ranks.items() if len(columns[0]) >= MEMBER_RATIO * most}
     first = next(iter(members.values()))[0]
     if any(which != first for which, _, _ in members.values()):
         common = set(first)
@@ -1803,9 +1851,9 @@ def telling_phase(mains: Sequence[Process]) -> Optional[str]:
             for x, y in zip(rest, part):
                 sxy, sxx, syy = sxy + (x - x0) * (y - y0), sxx + (x - x0) ** 2, syy + (y - y0) ** 2
                 skew += (y - y0) ** 3
-        if sxx < 1e5 * len(common) or not syy:  # the rest hardly varies: nothing can be told from it
+        if sxx < SURE_VARIANCE_US2 * len(common) or not syy:
             continue
-        if sxy / math.sqrt(sxx * syy) < -0.6 and 0.5 < -sxy / sxx < 1.5:
+        if sxy / math.sqrt(sxx * syy) < SURE_CORRELATION and SURE_SLOPES[0] < -sxy / sxx < SURE_SLOPES[1]:
             # With two ranks both sides look alike: the name, then the size decide.
             score = (1.0 if skew <= 0 else 0.0) * (len(per_rank) > 2) + 0.5 * bool(BACKWARD.search(name)) + \
                 0.4 * names[name] / sum(names.values())
@@ -1864,11 +1912,11 @@ def losses(columns: Sequence[Sequence[float]]) -> Tuple[array, List[array]]:
 def warm_up(work_per_step: Sequence[float]) -> int:
     """How many of the first steps are not judged: until three in a row are usual, at most a fifth of all."""
     n = len(work_per_step)
-    if n < 5:
+    if n < WARM_UP_PART:
         return 0
-    usual = 1.5 * median_low(work_per_step[n // 2:])
+    usual = WARM_UP_RATIO * median_low(work_per_step[n // 2:])
     first = next((i for i in range(n - 2) if max(work_per_step[i:i + 3]) < usual), n)
-    return min(max(3, first), n // 5)
+    return min(max(3, first), n // WARM_UP_PART)
 
 
 def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[int, int]:
@@ -1882,7 +1930,7 @@ def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[i
         elif total > best:
             best, best_range = total, (begin, i + 1)
     first, last = best_range
-    return (0, len(late)) if last - first > 0.93 * len(late) else (first, last)
+    return (0, len(late)) if last - first > WHOLE_RATIO * len(late) else (first, last)
 
 
 class Stretch(NamedTuple):
@@ -1899,12 +1947,12 @@ def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optiona
     """Where a rank is late, all along or for a part of the run."""
     whole = is_persistent(late, floor_us, step_us, False)
     ordered = sorted(late)
-    for part in (0.9, 0.97, 0.99):  # the slow part of the run may be short
+    for part in PART_QUANTILES:
         high = ordered[int(part * (len(ordered) - 1))]
         first, last = late_stretch(late, high, floor_us) if high >= floor_us else (0, len(late))
         if whole:
             # It may have begun a little later, or ended a little earlier.
-            first, last = (first, last) if last - first > 0.8 * len(late) else (0, len(late))
+            first, last = (first, last) if last - first > NEARLY_RATIO * len(late) else (0, len(late))
             return Stretch(first, last, median_low(late[first:last]), whole[1], True)
         tested = last - first < len(late) and is_persistent(late[first:last], floor_us, step_us, True)
         if tested:
@@ -1922,20 +1970,22 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
     case: a tenth of a step.
     """
     n = len(late)
-    if n < (1.5 * FEW_MEETINGS if is_part else FEW_MEETINGS):
+    if n < (PART_MEETINGS if is_part else FEW_MEETINGS):
         return None
     middle = median_low(late)
     z = middle * math.sqrt(n) / (1.2533 * noise_of(late, middle))
     if z < MIN_Z:
         return None
     if n < MIN_MEETINGS or is_part:
-        floor_us = max(floor_us, 0.1 * step_us, 2 * LATE_US)
-    plain_us = (0.4 if is_part else 0.15) * step_us
-    if n < MIN_MEETINGS and (sum(v > floor_us / 2 for v in late) < 0.9 * n or middle < plain_us):
+        floor_us = max(floor_us, PLAIN_RATIO * step_us, PLAIN_US)
+    plain_us = (FEW_PART_RATIO if is_part else FEW_RATIO) * step_us
+    times = sum(v > floor_us / 2 for v in late)
+    if n < MIN_MEETINGS and (times < FEW_TIMES * n or middle < plain_us):
         return None
-    blocks = min(6, n // 4)
+    blocks = min(BLOCKS, n // 4)
     medians = [median_low(late[n * i // blocks:n * (i + 1) // blocks]) for i in range(blocks)]
-    return (middle, z) if middle >= floor_us and min(medians) >= max(floor_us / 2, 0.3 * middle) else None
+    lasts = middle >= floor_us and min(medians) >= max(floor_us / 2, BLOCK_RATIO * middle)
+    return (middle, z) if lasts else None
 
 
 class Judge:
@@ -2037,7 +2087,8 @@ def loop_name(run: Run, phase: Optional[str]) -> Optional[str]:
         return phase
     inner, outer = run.totals[phase], run.totals[parent]
     alone = 0.9 < inner.count() / outer.count() < 1.1 and Counter(run.parents.values())[parent] == 1
-    return parent if alone and outer.quantile_us(0.5) < 1.2 * inner.quantile_us(0.5) + NOISE_US else phase
+    longest_us = ONE_SPAN * inner.quantile_us(0.5) + NOISE_US
+    return parent if alone and outer.quantile_us(0.5) < longest_us else phase
 
 
 def some(steps: Sequence[int]) -> List[int]:
@@ -2100,7 +2151,12 @@ def without(track: Meetings, lates: Sequence[Late]) -> Dict[int, array]:
 
 
 def always_late(judge: Judge) -> List[Late]:
-    """Stragglers: ranks late at meeting after meeting, all along or from a step on (see is_persistent)."""
+    """Stragglers: ranks late at meeting after meeting, all along or for a part of the run.
+
+    Lateness: a rank's work minus the lower median of the others' (of the few fast ranks, when most are slow).
+    Floors: max(LATE_US, LATE_RATIO of a step) in the median, MIN_Z and every block (is_persistent), for a
+    part of the run beyond slow noise (stands_out); meetings times lateness at least COST_RATIO of all steps.
+    """
     found = []
     floor_us = max(LATE_US, LATE_RATIO * judge.step_us)
     for track in judge.tracks:
@@ -2147,14 +2203,18 @@ def few_fast(columns: Sequence[Sequence[float]], floor_us: float) -> List[int]:
     usual = sorted((median_low(column), i) for i, column in enumerate(columns))
     gaps = [(b[0] - a[0], i + 1) for i, (a, b) in enumerate(zip(usual, usual[1:]))]
     gap, num_fast = max(gaps)
-    if num_fast > (len(columns) - 1) // 2 or gap < max(4 * floor_us, 0.1 * usual[0][0]):
+    if num_fast > (len(columns) - 1) // 2 or gap < max(FAST_GAP * floor_us, FAST_RATIO * usual[0][0]):
         return []
     spread = max(usual[num_fast - 1][0] - usual[0][0], usual[-1][0] - usual[num_fast][0])
-    return [i for _, i in usual[:num_fast]] if spread <= gap / 3 else []
+    return [i for _, i in usual[:num_fast]] if spread <= gap / FAST_SPREAD else []
 
 
 def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[Late]]]:
-    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them."""
+    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them.
+
+    An outlier's loss is above the usual by OUTLIER_MADS of noise, and at least OUTLIER_RATIO of a step and
+    OUTLIER_US. Bursts: PERIODIC or IRREGULAR. Spikes: SPIKE_STEPS, SPIKE_US, SPIKE_RATIO of the run.
+    """
     found = []
     for track in judge.tracks:
         work = without(track, known)
@@ -2169,19 +2229,18 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
         late = lateness(columns)
         everything = sum(loss[i] for i in outliers)
         for rank, column in zip(ranks, late):
-            own = [i for i in outliers if column[i] > 0.7 * loss[i]]
+            own = [i for i in outliers if column[i] > LED_RATIO * loss[i]]
             size = median_low([column[i] for i in own] or [0.0])
-            own = [i for i in own if column[i] > 0.4 * size]  # noise beside them would blur the period
+            own = [i for i in own if column[i] > LIKE_RATIO * size]  # noise beside them would blur the period
             cost = sum(loss[i] for i in own)
             spikes = [i for i in own if column[i] > max(SPIKE_STEPS * judge.step_us, SPIKE_US)]
             period = period_of([track.steps[i] for i in own])
-            num, ratio = (3, COST_RATIO) if period else (5, 2 * COST_RATIO)  # noise has no period
-            if (len(own) >= num and cost >= ratio * judge.total_us and cost >= (0.2 if period else 0.6)
-                * everything
-                    and max(column[i] for i in own) < 0.5 * cost):
-                cuts = dict((i, column[i]) for i in own)
-                found.append(("burst",
-                              Late(judge, track, rank, [cuts.get(i, 0.0) for i in range(len(loss))])))
+            num, ratio, part = PERIODIC if period else IRREGULAR
+            if (len(own) >= num and cost >= max(ratio * judge.total_us, part * everything)
+                    and max(column[i] for i in own) < BURST_MOST * cost):
+                at = set(own)
+                cuts = [us if i in at else 0.0 for i, us in enumerate(column)]
+                found.append(("burst", Late(judge, track, rank, cuts)))
                 continue
             for i in sorted(spikes, key=lambda i: -column[i])[:3]:
                 if column[i] >= SPIKE_RATIO * judge.total_us:
@@ -2196,12 +2255,16 @@ def period_of(steps: Sequence[int]) -> Optional[int]:
     if len(gaps) < 2:
         return None
     usual = median_low(gaps)
-    near = sum(abs(gap - round(gap / usual) * usual) <= max(0.1 * usual, 0) for gap in gaps)
-    return usual if usual >= 2 and near >= 0.8 * len(gaps) else None
+    near = sum(abs(gap - round(gap / usual) * usual) <= PERIOD_SLACK * usual for gap in gaps)
+    return usual if usual >= 2 and near >= PERIOD_RATIO * len(gaps) else None
 
 
 def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
-    """`imbalance`: at most meetings some rank is late in the same phase, but no rank for long."""
+    """`imbalance`: at most meetings some rank is late in the same phase, but no rank for long.
+
+    The median loss of a meeting is at least MOVING_US and MOVING_RATIO of a step, twice as much unless the
+    last rank stands alone; one rank has at most MOVING_MOST of the cost, one phase at least MOVING_PHASE.
+    """
     for track in judge.tracks:
         work = without(track, known)
         ranks = sorted(work)
@@ -2212,11 +2275,11 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         costs = [sum(share) for share in shares]
         # Noise of many ranks has a latest one as well, but it does not stand alone, and is not so much.
         alone = median_low([lead_of(meeting) for meeting in zip(*[work[r] for r in ranks])])
-        ratio = MOVING_RATIO if alone > 0.4 and len(ranks) > 3 else 2 * MOVING_RATIO
-        if usual < max(ratio * judge.step_us, MOVING_US) or max(costs) > 0.75 * sum(costs):
+        ratio = MOVING_RATIO if alone > ALONE_RATIO and len(ranks) > 3 else 2 * MOVING_RATIO
+        if usual < max(ratio * judge.step_us, MOVING_US) or max(costs) > MOVING_MOST * sum(costs):
             continue
         phase, excess_us, part = leaders_phase(judge, track, work)
-        if part < 0.6 or excess_us < max(MOVING_RATIO * judge.step_us, MOVING_US):
+        if part < MOVING_PHASE or excess_us < max(MOVING_RATIO * judge.step_us, MOVING_US):
             continue
         cost_us = sum(loss)
         shown = [r for r, cost in sorted(zip(ranks, costs), key=lambda c: -c[1]) if cost > 0.5
@@ -2260,11 +2323,10 @@ def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tupl
 
 
 def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
-    """`slowdown`: all ranks alike, from a step on. The split of the steps' times into two levels that fits
-    best.
+    """`slowdown`: all ranks alike, from a step on: the split of the steps' times into two levels that fits
+    best. A step's time is the lower median of the ranks' work and the transfer: without any lateness.
 
-    Of a step, the time that it takes without any lateness: the lower median of the ranks' work, and the
-    transfer.
+    Floors: the medians differ by SLOWER_RATIO of the first, SLOWER_US and SLOWER_NOISE of noise, to the end.
     """
     times: Counter = Counter()
     for track in judge.tracks:
@@ -2272,7 +2334,7 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
             times[step] += median_low(work) + transfer
     steps = sorted(times)
     series = [times[s] for s in steps]
-    side = max(3 * MIN_MEETINGS // 4, len(series) // 10)
+    side = max(3 * MIN_MEETINGS // 4, len(series) // SLOWER_SIDE)
     if len(series) < 2 * side:
         return None
     ordered = sorted(series)
@@ -2290,10 +2352,10 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
     change = after - before
     if change < max(SLOWER_RATIO * before, SLOWER_US, SLOWER_NOISE * noise):
         return None
-    # It lasts: of five parts of what comes after, none is back to the old level.
+    # It lasts: of the parts of what comes after, none is back to the old level.
     rest = series[cut:]
-    if min(median_low(rest[len(rest) * i // 5:len(rest) * (i + 1) // 5 or 1])
-           for i in range(5)) < before + change / 2:
+    if min(median_low(rest[len(rest) * i // SLOWER_PARTS:len(rest) * (i + 1) // SLOWER_PARTS or 1])
+           for i in range(SLOWER_PARTS)) < before + change / 2:
         return None
     phase, phase_us = changed_phase(judge, steps[:cut], steps[cut:])
     cost_us = change * len(rest)
@@ -2325,7 +2387,12 @@ def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int]) -> 
 
 
 def bound(judge: Judge) -> List[Dict[str, Any]]:
-    """`bound`: what takes much of every step on all ranks, and is not the model's own computing."""
+    """`bound`: what takes much of every step on all ranks, and is not the model's own computing.
+
+    A phase's lower quartile over ranks, median over meetings: above BOUND_RATIO of a step (ODD_RATIO when its
+    name says nothing) and BOUND_US. The transfer, median of the least waiting: above TRANSFER_RATIO
+    of a step and BOUND_US.
+    """
     found = []
     seen: Dict[str, List[float]] = {}
     num_steps = len(judge.steps)
@@ -2380,7 +2447,7 @@ def hides_work(judge: Judge, track: Meetings) -> bool:
 
 
 def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
-    """`opaque`: much of the steps is inside of spans that do not tell own work from waiting."""
+    """`opaque`: spans that do not tell own work from waiting hold OPAQUE_RATIO of a step, and BOUND_US."""
     dwell_us = {t.kind: median_low(t.transfer) * len(t.steps) / len(judge.steps) for t in judge.tracks
                 if hides_work(judge, t)}
     hidden_us = sum(dwell_us.values())
@@ -2419,8 +2486,9 @@ def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
     for late in sorted(lates, key=lambda l: -l.late_us):
         for group in groups:
             head = group[0]
-            alike = late.phase == head.phase and late.late_us > 0.6 * head.late_us and abs(
-                late.steps[0] - head.steps[0]) <= max(3, 0.1 * len(judge.steps))
+            apart = abs(late.steps[0] - head.steps[0])
+            alike = (late.phase == head.phase and late.late_us > ALIKE_RATIO * head.late_us
+                     and apart <= max(ALIKE_STEPS, ALIKE_PART * len(judge.steps)))
             if alike and (late.rank == head.rank or late.track is head.track):
                 group.append(late)
                 break
@@ -2439,10 +2507,11 @@ def whole_hosts(judge: Judge, lates: List[Late]) -> List[List[Late]]:
     found: List[List[Late]] = []
     for host in slow if len(by_host) > len(slow) else ():
         group = [late for late in lates if judge.hosts[late.rank] == host]
-        if min(late.late_us for late in group) > 0.4 * max(late.late_us for late in group):
+        if min(late.late_us for late in group) > HOST_RATIO * max(late.late_us for late in group):
             lates[:] = [late for late in lates if late not in group]
             # Hosts that are alike late are one finding: fixing one of them would save nothing.
-            alike = [g for g in found if 0.6 < usual_late_us(g) / usual_late_us(group) < 1.7]
+            low, high = HOSTS_ALIKE
+            alike = [g for g in found if low < usual_late_us(g) / usual_late_us(group) < high]
             if alike:
                 alike[0].extend(group)
             else:
@@ -2479,7 +2548,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                 f"{100 * part:.0f} % of it in {phase or 'code between spans'}"]
     evidence += different_scalars(judge, ranks)
     hidden_us = replay(judge, list(others) + group) - replay(judge, others) if others else saving_us
-    if saving_us < 0.5 * hidden_us:
+    if saving_us < HIDDEN_RATIO * hidden_us:
         behind = format_ranks(sorted({late.rank for late in others}))
         evidence.append(f"hidden behind rank {behind}: saves {format_us(saving_us)} alone, "
                         f"{format_us(hidden_us)} when that is fixed")
@@ -2497,7 +2566,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                 f"share of the data, "
                 "its host, what only it does")
     is_plain = kind != "straggler" or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
-    confidence = "high" if is_plain and part > 0.6 else "medium"
+    confidence = "high" if is_plain and part > PHASE_RATIO else "medium"
     return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice,
                         period)
 
@@ -2517,7 +2586,7 @@ def different_scalars(judge: Judge, ranks: Sequence[int]) -> List[str]:
         here = [means[r][name] for r in ranks if name in means[r]]
         there = [m[name] for r, m in means.items() if r not in ranks and name in m]
         is_size = name.startswith(("batch", "num", "tokens"))
-        if is_size and there and median_low(there) > 0 and min(here) > 1.15 * max(there):
+        if is_size and there and median_low(there) > 0 and min(here) > SIZE_RATIO * max(there):
             told.append(f"{name} is {median_low(here):.4g} there, {median_low(there):.4g} on the others")
     return sorted(told)[:3]
 
@@ -2560,14 +2629,6 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
 
 
 # ---- The verdict: who stopped ------------------------------------------------------------------------------
-
-PEER_ERROR = re.compile(
-    r"connection (was )?(closed|reset|refused)|(read|write|recv|send) ?(error|failed)|broken pipe|"
-    r"time(d)?[ -]?out|remote (worker|process)|"
-    r"peer|nccl|gloo|distbackend|distnetwork|watchdog|abort|socket", re.I)
-MISMATCH = re.compile(r"preamble|mismatch|collectives? differ|different (shape|size)|desync", re.I)
-TOGETHER_US = 3e6  # ranks that stopped within so much stopped at once
-
 
 class Fate:
     """What became of one process, as far as its trace tells, and how far it had come."""
@@ -2628,7 +2689,7 @@ def origin(errors: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
         return None
     first = errors[-1]
     for error in reversed(errors[:-1]):
-        if first["ts"] - error["last_ts"] > 100_000:
+        if first["ts"] - error["last_ts"] > RAISED_US:
             break
         first = error
     return first
@@ -2773,7 +2834,7 @@ def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> 
     if len(here) < 2 or len({f.p.order for f in here}) == 1 and not any(f.arrived for f in here):
         return mismatch(fates)
     orders = [meeting_order(f) for f in here]
-    before: deque = deque(maxlen=200)
+    before: deque = deque(maxlen=SAME_ORDER)
     row: Sequence[Tuple[int, str]] = ()
     for row in zip(*orders):
         if len(set(row)) > 1:
@@ -2905,7 +2966,7 @@ def memory_of(head: Fate, fates: Sequence[Fate]) -> List[str]:
     rss = {f.rank: f.p.told("heartbeat").get("rss_mb") for f in fates}
     others = [v for rank, v in rss.items() if rank != head.rank and isinstance(v, (int, float))]
     mine = rss.get(head.rank)
-    if isinstance(mine, (int, float)) and others and mine > 1.3 * median_low(others):
+    if isinstance(mine, (int, float)) and others and mine > MEMORY_RATIO * median_low(others):
         return [f"it had {mine:,.0f} MB of memory, the others {median_low(others):,.0f} MB: out of memory?"]
     return []
 
