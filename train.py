@@ -604,7 +604,7 @@ def local_mistake(error: RecipeError) -> NoReturn:
         time.sleep(20)
     sys.stderr.write(f"train.py: {error}\n")
     sys.stderr.flush()
-    sys.exit(2)
+    os._exit(2)  # past Python's own exit, in which gloo's threads have been seen to abort
 
 
 class RecipeDumper(yaml.SafeDumper):
@@ -792,8 +792,9 @@ def check_hook(name: str, settings) -> dict:
         checked = check_component(key, settings)
         hook = locate(checked["target"])
         if inspect.isclass(hook) and not any(hasattr(hook, event) for event in hooks.EVENTS):
+            nearly = next((name for name in vars(hook) if difflib.get_close_matches(name, hooks.EVENTS, 1)), "")
             raise mistake(f"{key}.target", "not a hook", settings["target"],
-                          f"a class with a method {' or '.join(hooks.EVENTS)}")
+                          f"a class with a method {' or '.join(hooks.EVENTS)}", nearly, hooks.EVENTS)
         return checked
     types = {kind: found for kind, found in vars(hooks).items() if not kind.startswith("_")
              and inspect.isclass(found) and any(hasattr(found, event) for event in hooks.EVENTS)}
@@ -1131,7 +1132,7 @@ def new_run_dir(recipe: Recipe) -> Path:
 
 
 def write_launch_files(recipe: Recipe, start: Start, hosts: list[str]) -> None:
-    """What tells how this start came about and runs it again: launch/attempt_<n>/ and config.yaml."""
+    """What tells how this start came about: launch/attempt_<n>/."""
     here, launch_dir = Path(__file__).resolve().parent, start.launch_dir
     facts = {
         "command": shlex.join([sys.executable, *sys.argv]),
@@ -1149,7 +1150,6 @@ def write_launch_files(recipe: Recipe, start: Start, hosts: list[str]) -> None:
     for script in ("train.py", "hooks.py", "tracing.py", "trace_tools.py"):
         if (here / script).exists():
             shutil.copy(here / script, launch_dir)
-    (start.run_dir / "config.yaml").write_text(dump_yaml(saved_recipe(recipe, launch_dir)))
 
 
 def git(folder: Path, *arguments: str) -> str | None:
@@ -2374,6 +2374,13 @@ def how_to_call(forward: Callable, batch: Any) -> Callable[[Any, Any], Any]:
         if isinstance(batch, (tuple, list)):
             signature.bind(*batch)
             return lambda model, batch: model(*batch)
+    try:
+        signature.bind(batch)
+    except TypeError:
+        got = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"{len(batch)} parts" \
+            if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+        raise ValueError(f"the batch does not fit the model: the data set gives {got}, forward takes {signature};"
+                         f" name a dict's keys like forward's arguments, or let forward take one argument") from None
     return lambda model, batch: model(batch)
 
 
@@ -2495,9 +2502,16 @@ class Trainer:
             self.restore_position(saved)
         state.max_steps = self.count_total_steps()
         if saved and self.start.asked_for and self.finished():
-            raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step} of"
-                              f" {state.max_steps}, epoch {state.epoch} of {recipe.epochs}. To go on give it"
-                              f" more: max_steps= or epochs=")
+            more = "max_steps" if state.step >= (recipe.max_steps or sys.maxsize) else "epochs"
+            raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step}, with max_steps"
+                              f" {recipe.max_steps} and epochs {recipe.epochs}. To go on give it more {more}=")
+        if world.rank == 0:
+            if state.max_steps and state.max_steps < (recipe.max_steps or 0):
+                logger.warning("max_steps=%d is not reached: epochs=%d ends the run at step %d. Give it more epochs=",
+                               recipe.max_steps, recipe.epochs, state.max_steps)
+            # Only now: a start that is refused leaves the recipe of the run as it was.
+            config = dump_yaml(saved_recipe(recipe, self.start.launch_dir))
+            (self.run_dir / "config.yaml").write_text(config)
 
         # The model that the loop calls, and what changes its weights.
         self.wrapped = parallelise(self.model, recipe, world)
@@ -2505,7 +2519,11 @@ class Trainer:
         self.is_fsdp = isinstance(self.wrapped, FSDPModule)
         # FSDP gathers weights inside forward and backward: the host cannot tell what of them is waiting.
         self.opaque = {"sync": True, "args": {"opaque": "fsdp"}} if self.is_fsdp else {}
-        self.optimizer = state.optimizer = build_optimizer(recipe.optimizer, self.model)
+        try:
+            self.optimizer = state.optimizer = build_optimizer(recipe.optimizer, self.model)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"optimizer: {recipe.optimizer['target']} refuses its keywords: {error}\n"
+                              f"  got: {recipe.optimizer}") from error
         for group in self.optimizer.param_groups:
             group["full_lr"] = group["lr"]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision == "fp16")

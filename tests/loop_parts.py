@@ -119,3 +119,17 @@ class StepNoter:
 
     def after_step(self, state):
         return {"noted/step": state.step, "noted/samples": torch.tensor(float(state.num_samples))}
+
+
+class OddlyNamed(Points):
+    """Its keys are no arguments of the model's."""
+
+    def __getitem__(self, index):
+        return {"input": self.x[index], "label": self.y[index]}
+
+
+class NoHook:
+    """Its only method is nearly an event."""
+
+    def after_stp(self, state):
+        pass
