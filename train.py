@@ -792,9 +792,9 @@ def check_hook(name: str, settings) -> dict:
         checked = check_component(key, settings)
         hook = locate(checked["target"])
         if inspect.isclass(hook) and not any(hasattr(hook, event) for event in hooks.EVENTS):
-            nearly = next((name for name in vars(hook) if difflib.get_close_matches(name, hooks.EVENTS, 1)), "")
+            methods = [name for name in vars(hook) if difflib.get_close_matches(name, hooks.EVENTS, 1)]
             raise mistake(f"{key}.target", "not a hook", settings["target"],
-                          f"a class with a method {' or '.join(hooks.EVENTS)}", nearly, hooks.EVENTS)
+                          f"a class with a method {' or '.join(hooks.EVENTS)}", "".join(methods[:1]), hooks.EVENTS)
         return checked
     types = {kind: found for kind, found in vars(hooks).items() if not kind.startswith("_")
              and inspect.isclass(found) and any(hasattr(found, event) for event in hooks.EVENTS)}
@@ -1826,7 +1826,7 @@ def load_checkpoint(path: Path | str, key: str) -> dict:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise RecipeError(f"{key}: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise RecipeError(f"{key}: {path} cannot be loaded: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
 
 
 def write_durably(path: Path, write: Callable[[Any], None],
@@ -2377,10 +2377,14 @@ def how_to_call(forward: Callable, batch: Any) -> Callable[[Any, Any], Any]:
     try:
         signature.bind(batch)
     except TypeError:
-        got = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"{len(batch)} parts" \
-            if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
-        raise ValueError(f"the batch does not fit the model: the data set gives {got}, forward takes {signature};"
-                         f" name a dict's keys like forward's arguments, or let forward take one argument") from None
+        got = f"a {type(batch).__name__}"
+        if isinstance(batch, Mapping):
+            got = f"the keys {', '.join(map(str, batch))}"
+        elif isinstance(batch, (tuple, list)):
+            got = f"{len(batch)} parts"
+        raise ValueError(f"the batch does not fit the model: the data set gives {got}, forward takes"
+                         f" {signature}; name a dict's keys like forward's arguments, or let forward take one"
+                         f" argument") from None
     return lambda model, batch: model(batch)
 
 
@@ -2503,12 +2507,13 @@ class Trainer:
         state.max_steps = self.count_total_steps()
         if saved and self.start.asked_for and self.finished():
             more = "max_steps" if state.step >= (recipe.max_steps or sys.maxsize) else "epochs"
-            raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step}, with max_steps"
-                              f" {recipe.max_steps} and epochs {recipe.epochs}. To go on give it more {more}=")
+            raise RecipeError(f"resume={recipe.resume}: this run is finished, at step {state.step}, with"
+                              f" max_steps {recipe.max_steps} and epochs {recipe.epochs}. To go on give it"
+                              f" more {more}=")
         if world.rank == 0:
             if state.max_steps and state.max_steps < (recipe.max_steps or 0):
-                logger.warning("max_steps=%d is not reached: epochs=%d ends the run at step %d. Give it more epochs=",
-                               recipe.max_steps, recipe.epochs, state.max_steps)
+                logger.warning("max_steps=%d is not reached: epochs=%d ends the run at step %d. Give it more"
+                               " epochs=", recipe.max_steps, recipe.epochs, state.max_steps)
             # Only now: a start that is refused leaves the recipe of the run as it was.
             config = dump_yaml(saved_recipe(recipe, self.start.launch_dir))
             (self.run_dir / "config.yaml").write_text(config)

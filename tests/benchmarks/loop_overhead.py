@@ -161,7 +161,7 @@ def main() -> None:
             print(f"{row['name']:<40}{row['a_ms']:8.2f}{row['difference_ms']:+11.3f}{interval:>20}"
                   f"{100 * row['difference_ms'] / row['a_ms']:+10.2f}")
     trainer.__exit__(None, None, None)
-    train.leave(trainer.world)
+    train.leave(trainer.world, trainer.stopper)
 
 
 if __name__ == "__main__":
