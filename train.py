@@ -794,7 +794,8 @@ def check_hook(name: str, settings) -> dict:
         if inspect.isclass(hook) and not any(hasattr(hook, event) for event in hooks.EVENTS):
             methods = [name for name in vars(hook) if difflib.get_close_matches(name, hooks.EVENTS, 1)]
             raise mistake(f"{key}.target", "not a hook", settings["target"],
-                          f"a class with a method {' or '.join(hooks.EVENTS)}", "".join(methods[:1]), hooks.EVENTS)
+                          f"a class with a method {' or '.join(hooks.EVENTS)}", "".join(methods[:1]),
+                          hooks.EVENTS)
         return checked
     types = {kind: found for kind, found in vars(hooks).items() if not kind.startswith("_")
              and inspect.isclass(found) and any(hasattr(found, event) for event in hooks.EVENTS)}
@@ -1826,7 +1827,8 @@ def load_checkpoint(path: Path | str, key: str) -> dict:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise RecipeError(f"{key}: {path} cannot be loaded: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        text = str(error) or type(error).__name__
+        raise RecipeError(f"{key}: {path} cannot be loaded: {text.splitlines()[0]}") from error
 
 
 def write_durably(path: Path, write: Callable[[Any], None],
