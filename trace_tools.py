@@ -437,6 +437,10 @@ class Durations:
         self.histogram: Counter = Counter()
         self.max_us, self.max_step, self.max_rank = -1, None, None
 
+    def extend(self, durations_us: Iterable[int], steps: Iterable[int]) -> None:
+        self.fresh.extend(durations_us)
+        self.fresh_steps.extend(steps)
+
     def flush(self, steps: "StepRange", rank: Optional[int]) -> None:
         durations, step_of = self.fresh, self.fresh_steps
         if durations and not steps.everything:
@@ -774,9 +778,8 @@ class Process:
         self.close_row("", False, ts, 0)
         if self.step >= 0 and not self.step_apart:
             # Steps that evaluate or save are not what a step usually costs.
-            for durations, us in ((self.own_a_step, self.step_own_us), (self.wait_a_step, self.step_wait_us)):
-                durations.fresh.append(us)
-                durations.fresh_steps.append(self.step)
+            self.own_a_step.extend([self.step_own_us], [self.step])
+            self.wait_a_step.extend([self.step_wait_us], [self.step])
         self.step, self.step_own_us, self.step_wait_us = step, 0, 0
         self.step_apart = self.main.apart is not None
         if step >= 0:
@@ -1072,17 +1075,14 @@ class StepPattern:
             rest[main.key] = list(map(add, rest.get(main.key, nothing), gaps))
             work = list(map(add, work, gaps))
             p.rows_of("", False).extend(steps[:-1], ts[0][1:], nothing[:-1], rest, work)
-            for durations, us in ((p.own_a_step, map(add, own_us, work)), (p.wait_a_step, wait_us[:-1])):
-                durations.fresh.extend(us)
-                durations.fresh_steps.extend(steps[:-1])
+            p.own_a_step.extend(map(add, own_us, work), steps[:-1])
+            p.wait_a_step.extend(wait_us[:-1], steps[:-1])
         main.own = {phase: values[-1] for phase, values in own.items() if values[-1]}
         main.mark = ts[-1][-1]
         p.step, p.step_own_us, p.step_wait_us = steps[-1], own_us[-1], wait_us[-1]
         p.first_step, p.last_step = min(p.first_step, *steps), max(p.last_step, *steps)
         for name, group in self.spans:
-            durations = p.phases.get(name) or p.phase(name)
-            durations.fresh.extend(map(int, columns[group]))
-            durations.fresh_steps.extend(steps)
+            (p.phases.get(name) or p.phase(name)).extend(map(int, columns[group]), steps)
         for group in self.scalars:
             for step, args in zip(steps, json.loads(f"[{','.join(columns[group])}]")):
                 p.note_scalars({"args": args, "step": step})
@@ -1219,8 +1219,7 @@ def peek_header(base: str, parts: Sequence[str]) -> Dict[str, Any]:
                     header.update(tells_end=False, rank=first.get("global_rank", first.get("rank")),
                                   local_rank=first.get("local_rank"),
                                   host=first.get("host_name"), pid=first.get("pid"),
-                                  source=first.get("source"),
-                                  ts=from_torchtitan(first)["ts"])
+                                  source=first.get("source"), ts=from_torchtitan(first)["ts"])
                 elif "ph" in first:
                     known = usable_header(first)[0] if first["ph"] == "M" else {"ts": first.get("ts")}
                     header.update((k, v) for k, v in known.items() if v is not None)
@@ -1885,25 +1884,19 @@ def lateness(columns: Sequence[Sequence[float]]) -> List[array]:
 def losses(columns: Sequence[Sequence[float]]) -> Tuple[array, List[array]]:
     """Per meeting, what lateness cost: the longest work minus the lower median; and each rank's share of it.
 
-    Shares by the staircase: sorted downwards, each layer of work between one rank and the next is shared by
-    all ranks that reach above it. They add up to the loss, whoever is slow at the same time.
+    Shares by the staircase: each layer of work between one rank and the next is shared by all ranks that
+    reach above it. They add up to the loss, whoever is slow at the same time.
     """
     loss, shares = array("f"), [array("f") for _ in columns]
     for work in zip(*columns):
-        order = sorted(range(len(work)), key=work.__getitem__, reverse=True)
-        ref = work[order[-1 - (len(work) - 1) // 2]]
-        loss.append(work[order[0]] - ref)
-        share = [0.0] * len(work)
-        carried = 0.0
-        cuts = []
-        for i, rank in enumerate(order):
-            if work[rank] <= ref:
-                break
-            below = max(ref, work[order[i + 1]])
-            cuts.append((work[rank] - below) / (i + 1))
-        for i in range(len(cuts) - 1, -1, -1):
-            carried += cuts[i]
-            share[order[i]] = carried
+        order = sorted(range(len(work)), key=work.__getitem__)
+        below = work[order[(len(work) - 1) // 2]]
+        loss.append(work[order[-1]] - below)
+        late = [rank for rank in order if work[rank] > below]
+        share, carried = [0.0] * len(work), 0.0
+        for i, rank in enumerate(late):
+            carried += (work[rank] - below) / (len(late) - i)
+            share[rank], below = carried, work[rank]
         for column, value in zip(shares, share):
             column.append(value)
     return loss, shares
@@ -2002,7 +1995,6 @@ class Judge:
         self.cut_warm_up(tracks)
         self.tracks = [t for t in tracks if len(t.steps)]
         self.steps = sorted({step for t in self.tracks for step in t.steps})
-        self.base = {t.kind: losses(t.columns())[0] for t in self.tracks}
         self.total_us = sum(sum(map(max, zip(*t.columns()))) + sum(t.transfer) for t in self.tracks)
         self.step_us = self.total_us / len(self.steps) if self.steps else 0.0
         self.owns: Dict[Tuple[str, int], Dict[int, Dict[str, float]]] = {}
@@ -2286,15 +2278,13 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
                  * cost_us / len(ranks)]
         return slow_finding(
             judge, "imbalance", ranks if len(shown) > 0.8 * len(ranks) else sorted(shown), phase,
-            track.steps, cost_us,
-            cost_us, "medium",
+            track.steps, cost_us, cost_us, "medium",
             [f"at half of the {len(loss):,} meetings in {plain_name(track.kind)} the last rank came "
-             f"{format_us(usual)} or more "
-             f"after the others, most of it in {phase}", f"no rank for long: the most costly one has "
+             f"{format_us(usual)} or more after the others, most of it in "
+             f"{phase}", f"no rank for long: the most costly one has "
              f"{100 * max(costs) / sum(costs):.0f} % of it"],
             f"give ranks equal work in {phase}: batches of equal size (bucket or pack by length), or a data "
-            f"loader that "
-            "reads ahead")
+            "loader that reads ahead")
     return None
 
 
@@ -2431,8 +2421,7 @@ def bound_finding(judge: Judge, phase: str, us: float, steps: Sequence[int], wha
     cost_us = us * len(judge.steps)
     is_transfer = "communication" in what
     advice = ("compare with the network's speed for so many bytes; fewer bytes (bf16 gradients, larger "
-              "accumulation), or "
-              "more overlap" if is_transfer else
+              "accumulation), or more overlap" if is_transfer else
               f"let {phase} run beside the computing (more workers, read ahead, less often), or make it "
               f"faster")
     return slow_finding(judge, "bound", sorted(judge.hosts), phase, steps, cost_us, cost_us, "medium",
@@ -2457,18 +2446,16 @@ def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
     reasons = {str(p.opaque[kind]) for p in judge.mains if p.opaque.get(kind)}
     names = ", ".join(sorted(map(str, dwell_us)))
     advice = (f"mark where {kind} waits: tracing.py's log_trace_span({kind!r}, sync=True), and its ready() "
-              f"when the rank's own "
-              "work is done")
+              "when the rank's own work is done")
     if "fsdp" in reasons:
         advice = ("under FSDP forward and backward gather weights all along, and the host cannot tell that "
-                  "from computing: run "
-                  "some steps with the RuntimeProfiler hook, whose device times can, or with parallel=ddp")
+                  "from computing: run some steps with the RuntimeProfiler hook, whose device times can, or "
+                  "with parallel=ddp")
     return slow_finding(judge, "opaque", sorted(judge.hosts), kind, judge.steps, 0, 0, "high",
                    [f"{names}: {format_us(hidden_us)} of a step of {format_us(judge.step_us)}, even on the "
                     f"rank that waits least",
                     f"a slow rank inside of {names} would look just like this"
-                    + (f" ({', '.join(reasons)})" if reasons else "")],
-                   advice)
+                    + (f" ({', '.join(reasons)})" if reasons else "")], advice)
 
 
 def slow_finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int],
@@ -2560,11 +2547,9 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                  + (f" every {period} steps" if period else " now and then")
                  + "; if it is meant (logging, a checkpoint), give it a span of that name",
         "spike": f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)} at step "
-                 f"{head.steps[0]}: the host's log "
-                 "at that time, storage, garbage collection",
+                 f"{head.steps[0]}: the host's log at that time, storage, garbage collection",
     }.get(kind, f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)}{where}: its "
-                f"share of the data, "
-                "its host, what only it does")
+                "share of the data, its host, what only it does")
     is_plain = kind != "straggler" or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
     confidence = "high" if is_plain and part > PHASE_RATIO else "medium"
     return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice,
@@ -2771,11 +2756,9 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
         return stop_finding(
             "stall", here, first.meeting, first.step(), "medium",
             [f"for {for_s} all {len(here)} ranks have waited in {first.meeting}, step {first.step()}: no "
-             f"rank is to blame, "
-             "the collective itself does not end"],
+             "rank is to blame, the collective itself does not end"],
             "NCCL's flight recorder tells which collective: TORCH_NCCL_TRACE_BUFFER_SIZE=2000 "
-            "TORCH_NCCL_DUMP_ON_TIMEOUT=1; "
-            "check the network between the hosts", stalled_us / 1e6)
+            "TORCH_NCCL_DUMP_ON_TIMEOUT=1; check the network between the hosts", stalled_us / 1e6)
     else:
         culprits = least(here)
         if len(culprits) == len(here) and not waiting and is_apart(culprits[0].phase()):
@@ -2810,8 +2793,7 @@ def least(fates: Sequence[Fate]) -> List[Fate]:
     """Those that have come least far; more than one when they stopped at the same place."""
     first = min(fates, key=lambda f: f.progress)
     return [f for f in fates if f.progress[:2] == first.progress[:2] and not first.arrived
-            and f.phase() == first.phase()
-            and f.step() == first.step()] or [first]
+            and f.phase() == first.phase() and f.step() == first.step()] or [first]
 
 
 def missing_ranks(kind: str, missing: Sequence[int], what: str) -> Dict[str, Any]:
@@ -2870,8 +2852,7 @@ def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> 
          and not is_end else
          f"until step {before[-1][0]} all came to the same ones"],
         f"look for a condition that differs between ranks around {kind}: every rank must make the same "
-        f"collective calls in "
-        "the same order", stalled_us / 1e6)
+        "collective calls in the same order", stalled_us / 1e6)
 
 
 def of_ranks(fates: Sequence[Fate]) -> str:
@@ -2897,8 +2878,7 @@ def mismatch(fates: Sequence[Fate]) -> Optional[Dict[str, Any]]:
     return stop_finding("desync", told, first.error["name"], first.error["step"], "low",
                         [f"rank {f.rank}: {f.error['err'][:200]}" for f in told[:3]],
                         "a collective was called with other shapes or in another order on some rank: "
-                        "TORCH_DISTRIBUTED_DEBUG=DETAIL "
-                        "names it")
+                        "TORCH_DISTRIBUTED_DEBUG=DETAIL names it")
 
 
 def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
@@ -2915,8 +2895,7 @@ def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
                 + (f", step {error['step']}" if error["step"] is not None else "") + f": {text}"]
     return stop_finding("crash", culprits, error["name"] or first.phase(), error["step"], "high",
                         evidence + victims(fates, culprits),
-                        "mend that error; what other ranks report comes from it"
-                        if len(culprits) < len(fates)
+                        "mend that error; what other ranks report comes from it" if len(culprits) < len(fates)
                         else "all ranks failed alike: the code or the data, not a machine")
 
 
@@ -2984,8 +2963,7 @@ def left_early(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> 
                         [f"{of_ranks(over)} ended in order after step {head.p.last_step}; the others "
                          f"were at step {furthest}"] + victims(fates, over),
                         "every rank must run the same number of steps: unequal shares of the data "
-                        "(drop_last, "
-                        "DistributedSampler), or a condition that ends one rank's loop")
+                        "(drop_last, DistributedSampler), or a condition that ends one rank's loop")
 
 
 def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
@@ -3031,7 +3009,7 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
         return [finding("insufficient", [], [], None, judge.steps, "low",
                         [f"{num_steps} steps (without the first {judge.num_warm_up}): nothing stands out, "
                          f"but it takes {MIN_MEETINGS} to tell"], "let it run on, or widen --steps")]
-    lost = sum(sum(loss) for loss in judge.base.values()) / judge.total_us
+    lost = sum(sum(losses(track.columns())[0]) for track in judge.tracks) / judge.total_us
     return [finding("healthy", [], [], None, judge.steps, "high",
                     [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
                      "them, no rank more than others"], "nothing to do")]
@@ -3261,8 +3239,8 @@ def format_time(ts: float) -> str:
 def render_ranks(summary: Dict[str, Any], top: int) -> List[str]:
     """Few ranks have a line each; of many, those that are alike share one, but for unusual own times."""
     ranks = summary["ranks"]
-    own_us = sorted(r["step_own_us"] for r in ranks if r["step_own_us"] is not None)
-    usual_us = own_us[len(own_us) // 2] if own_us else 0
+    own_us = [r["step_own_us"] for r in ranks if r["step_own_us"] is not None]
+    usual_us = middle(own_us) or 0
     last_ts = max((r["last_ts"] for r in ranks if r["last_ts"]), default=0)
     groups: Dict[tuple, List[dict]] = {}
     for r in ranks:
@@ -3391,10 +3369,7 @@ class TraceWriter:
         self.pools: Dict[str, List[Track]] = {"task": [], "crossing": []}
         self.step_begin: Optional[Tuple[int, int]] = None
         self.num_processes += 1
-        self.pid = header["pid"] if isinstance(header.get("pid"), int) else self.num_processes
-        while self.pid in self.pids:
-            self.pid += 10_000_000  # two hosts may have the same pid
-        self.pids.add(self.pid)
+        self.pid = self.free_pid(header["pid"] if isinstance(header.get("pid"), int) else self.num_processes)
         if process.worker is None:
             self.rank_pids[header.get("pid"), process.rank] = self.pid
         # The viewer sorts processes by their names, as text.
@@ -3409,11 +3384,18 @@ class TraceWriter:
         self.track("step", "step")
         self.track(("thread", None), "main")
 
-    def meta(self, kind: str, tid: int, **args: Any) -> None:
-        self.write({"ph": "M", "pid": self.pid, "tid": tid, "name": kind, "args": args})
+    def free_pid(self, pid: int) -> int:
+        """Two hosts may have the same pid: one that the trace has not got yet."""
+        while pid in self.pids:
+            pid += 10_000_000
+        self.pids.add(pid)
+        return pid
 
-    def write(self, event: Dict[str, Any]) -> None:
-        self.out.write(self.separator + strict_json(event))
+    def meta(self, kind: str, tid: int, **args: Any) -> None:
+        self.write(strict_json({"ph": "M", "pid": self.pid, "tid": tid, "name": kind, "args": args}))
+
+    def write(self, text: str) -> None:
+        self.out.write(self.separator + text)
         self.separator = ",\n"
         self.num_events += 1
 
@@ -3422,11 +3404,9 @@ class TraceWriter:
         self.span_ns = begin_ns if first_ns is None else min(first_ns, begin_ns), max(last_ns, end_ns)
         # By hand: json.dumps would round nanoseconds of long runs, and be slow.
         args_text = f',"args":{strict_json(args)}' if args else ""
-        self.out.write(f'{self.separator}{{"ph":"X","pid":{self.pid},"tid":{track.tid},'
-                       f'"ts":{as_us(begin_ns)},"dur":{as_us(end_ns - begin_ns)},'
-                       f'"name":{strict_json(name)}{args_text}}}')
-        self.separator = ",\n"
-        self.num_events += 1
+        self.write(f'{{"ph":"X","pid":{self.pid},"tid":{track.tid},'
+                   f'"ts":{as_us(begin_ns)},"dur":{as_us(end_ns - begin_ns)},'
+                   f'"name":{strict_json(name)}{args_text}}}')
 
     def ns(self, ts: float) -> int:
         return int((ts - self.origin_us) * 1000)
@@ -3500,18 +3480,16 @@ class TraceWriter:
             track = self.track_of(stream, self.ns(r["ts"])) if stream.task is None or stream.stack else \
                 self.track(("thread", None), "main")
             args = {k: r[k] for k in ("step", "task", "args") if k in r}
-            self.write({"ph": "i", "s": "t", "pid": self.pid, "tid": track.tid, "ts": self.us(r["ts"]),
-                        "name": r["name"], "args": args})
+            self.write(strict_json({"ph": "i", "s": "t", "pid": self.pid, "tid": track.tid,
+                                    "ts": r["ts"] - self.origin_us, "name": r["name"], "args": args}))
 
     def scalars(self, r: dict) -> None:
         if r.get("step") in self.steps:
             for name, value in r["args"].items():
                 if isinstance(value, (int, float)) and math.isfinite(value):
-                    self.write({"ph": "C", "pid": self.pid, "tid": 0, "ts": self.us(r["ts"]), "name": name,
-                                "args": {"": value}})  # the viewer's title is both names
-
-    def us(self, ts: float) -> float:
-        return ts - self.origin_us
+                    self.write(strict_json({
+                        "ph": "C", "pid": self.pid, "tid": 0, "ts": r["ts"] - self.origin_us, "name": name,
+                        "args": {"": value}}))  # the viewer's title is both names
 
     def step_slice(self, step: Optional[int], begin_ns: int) -> None:
         """The track of steps: each from its first record on the main thread to the next step's."""
@@ -3549,7 +3527,8 @@ class TraceWriter:
             if not isinstance(pid, int) or (ph != "M" and not self.inside(shift_ns + event["ts"] * 1000)):
                 continue  # marks of the profiler's own
             if pid not in pids:
-                pids[pid] = self.profile_process(pid, rank)
+                known = self.rank_pids.get((pid, rank))
+                pids[pid] = self.free_pid(pid) if known is None else known
             if ph == "M" and event["name"] != "thread_name":
                 if event["name"] == "process_labels" and (pid, rank) not in self.rank_pids:
                     self.pid = pids[pid]
@@ -3563,25 +3542,15 @@ class TraceWriter:
             if ph != "M":
                 # Whole nanoseconds as text: a sum of doubles would not keep them.
                 ts = as_us(round(event.pop("ts") * 1000) + shift_ns)
-                self.out.write(f'{self.separator}{{"ts":{ts},{strict_json(event)[1:]}')
-                self.num_events += 1
+                self.write(f'{{"ts":{ts},{strict_json(event)[1:]}')
             else:
                 event.pop("ts", None)
-                self.write(event)
+                self.write(strict_json(event))
 
     def inside(self, ns: float) -> bool:
         """Whether a moment belongs to the steps that are exported."""
         return self.steps.everything or (self.span_ns[0] is not None
                                          and self.span_ns[0] <= ns <= self.span_ns[1])
-
-    def profile_process(self, pid: int, rank: Optional[int]) -> int:
-        if (pid, rank) in self.rank_pids:
-            return self.rank_pids[pid, rank]
-        new = pid
-        while new in self.pids:
-            new += 10_000_000
-        self.pids.add(new)
-        return new
 
 
 def as_us(ns: int) -> str:
