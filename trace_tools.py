@@ -489,9 +489,6 @@ class StepRange:
         self.first, self.last = first, last
         self.everything = first is None and last is None
 
-    def __str__(self) -> str:
-        return ":".join("" if end is None else str(end) for end in (self.first, self.last))
-
     def __contains__(self, step: Optional[int]) -> bool:
         return self.everything or (step is not None and step >= 0
                                    and (self.first is None or step >= self.first)
@@ -600,7 +597,7 @@ class Process:
             return batch
         header = usable_header(batch[0])[0]
         at = 1
-        while at < len(batch) and batch[at].get("ph") == "B" and is_earlier(batch[at], header):
+        while at < len(batch) and is_reopened(batch[at], header):
             at += 1
         part = header.get("part", number)
         self.missing_parts += max(part - self.next_part, 0) if isinstance(part, int) else 0
@@ -1168,6 +1165,14 @@ def usable_header(header: Dict[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
     return good, bad
 
 
+def is_reopened(record: dict, header: dict) -> bool:
+    """Whether a record after the header is the begin of a span that was open before; damaged ones are not."""
+    try:
+        return record["ph"] == "B" and is_earlier(record, header) and bool(checked(record))
+    except (KeyError, ValueError):
+        return False
+
+
 def is_earlier(record: dict, header: dict) -> bool:
     return is_time(record.get("ts")) and is_time(header.get("ts")) and record["ts"] < header["ts"]
 
@@ -1346,18 +1351,7 @@ class Run:
                 process.pattern = self.processes[-1].pattern if self.processes else None
                 process.read(lambda records: progress(number, records))
                 self.add(process)
-        self.check_steps()
         return self
-
-    def check_steps(self) -> None:
-        """Raises Refusal when no process has any of the steps that were asked for."""
-        ranges = [(p.first_step, p.last_step) for p in self.processes if p.last_step is not None]
-        if self.steps.everything or any((self.steps.last is None or first <= self.steps.last)
-                                        and (self.steps.first is None or last >= self.steps.first)
-                                        for first, last in ranges):
-            return
-        there = f"there are {min(ranges)[0]} to {max(last for _, last in ranges)}" if ranges else "there are none"
-        raise Refusal(f"no steps {self.steps} in this trace; {there}")
 
     def add(self, process: Process) -> None:
         """Merge the phases of a process into the run's, and drop what is only needed for that."""
@@ -2890,7 +2884,7 @@ def mismatch(fates: Sequence[Fate]) -> Optional[Dict[str, Any]]:
         return None
     first = min(told, key=lambda f: f.error["ts"])
     return stop_finding("desync", told, first.error["name"], first.error["step"], "low",
-                        [f"rank {f.rank}: {in_one_line(f.error['err'])[:200]}" for f in told[:3]],
+                        [f"rank {f.rank}: {f.error['err'][:200]}" for f in told[:3]],
                         "a collective was called with other shapes or in another order on some rank: "
                         "TORCH_DISTRIBUTED_DEBUG=DETAIL names it")
 
@@ -2904,7 +2898,7 @@ def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     alike = [f for f in own if f.error["err"].split(":")[0] == first.error["err"].split(":")[0]
              and f.error["step"] == first.error["step"]]
     culprits = alike if len(alike) == len(fates) else [first]
-    error, text = first.error, printable(in_one_line(first.error["err"]), 300)
+    error, text = first.error, printable(first.error["err"], 300)
     evidence = [f"{of_ranks(culprits)}, {error['name'] or 'outside of its spans'}"
                 + (f", step {error['step']}" if error["step"] is not None else "") + f": {text}"]
     return stop_finding("crash", culprits, error["name"] or first.phase(), error["step"], "high",
@@ -2919,7 +2913,7 @@ def victims(fates: Sequence[Fate], culprits: Sequence[Fate]) -> List[str]:
     ended_by = [f for f in fates if f not in culprits and f.terminated]
     lines = []
     if told:
-        lines.append(f"victims: {of_ranks(told)} ({printable(in_one_line(told[0].error['err']), 100)})")
+        lines.append(f"victims: {of_ranks(told)} ({printable(told[0].error['err'], 100)})")
     if ended_by:
         lines.append(f"victims: {of_ranks(ended_by)}, ended by SIGTERM {ended_by[0].place()}")
     return lines
@@ -3152,15 +3146,6 @@ def printable(text: Any, width: int = 0) -> str:
     return text if not width or len(text) <= width else text[:width - 2] + ".."
 
 
-def in_one_line(err: str) -> str:
-    """An exception's text without line breaks. Of one that carries a traceback (a data-loader worker's), the
-    error at its end comes first: what is before it only passes it on."""
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
-    if any(line.endswith("Traceback (most recent call last):") for line in lines):
-        return f"{lines[-1]} ({lines[0]})"
-    return " ".join(lines)
-
-
 def bullet(text: str, mark: str) -> List[str]:
     """Lines of a text behind a mark, such as `- `."""
     return textwrap.wrap(printable(text), WIDTH, initial_indent="  " + mark, subsequent_indent="    ",
@@ -3299,7 +3284,7 @@ def render_errors(summary: Dict[str, Any], top: int) -> List[str]:
     errors = sorted(summary["errors"], key=lambda e: e["ts"])
     for e in errors[:top]:
         where = ("" if e["step"] is None else f", step {e['step']}") + (f", {e['name']}" if e["name"] else "")
-        lines.append(printable(f"rank {e['rank']}{where}: {in_one_line(e['err'])}", WIDTH - 2))
+        lines.append(printable(f"rank {e['rank']}{where}: {e['err']}", WIDTH - 2))
         lines += [printable(f"    {frame}", WIDTH - 2) for frame in e["frames"][:3]]
     return lines + and_more(len(errors) - top, "")
 
@@ -3641,8 +3626,6 @@ def parse_steps(text: str) -> StepRange:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}; wanted A:B, A:, :B or A, such as 100:200")
     first, last, only = (int(g) if g else None for g in match.groups())
-    if first is not None and last is not None and first > last:
-        raise argparse.ArgumentTypeError(f"{text!r}: it ends before it begins; did you mean {last}:{first}?")
     return StepRange(only, only) if only is not None else StepRange(first, last)
 
 
@@ -3679,9 +3662,7 @@ def parse_arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     export_.add_argument("--min-us", type=float, default=0, metavar="N", help="leave shorter spans out")
     export_.add_argument("--gzip", action="store_true", help="write .json.gz, which Perfetto opens as well")
     export_.add_argument("--profiler", action="store_true", help="merge the run's torch.profiler traces")
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        commands.choices.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.error("a command is missing: summarize or export")
     if arguments.command == "export" and arguments.output is None and (
@@ -3713,7 +3694,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         profiles = sorted(os.path.join(where, name) for where, _, names in os.walk(folder) for name in names
                           if re.search(r"\.json(\.gz)?$", name))
         if not profiles:
-            run.warnings.append(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
+            raise Refusal(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
     num_events = export(run, target, arguments.min_us, profiles)
     size = os.path.getsize(target)
     print(f"{target}: {num_events:,} events, {size / 1e6:,.1f} MB; open it at https://ui.perfetto.dev")

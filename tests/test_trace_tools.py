@@ -339,6 +339,18 @@ def test_no_damage_raises(tmp_path):
         trace_tools.export(trace_tools.Run([str(tmp_path)]), str(tmp_path / "out.json"))
 
 
+@pytest.mark.parametrize("wrong", [{"name": ["step"]}, {"name": None}, {"name": "step", "tid": [1]}])
+def test_a_damaged_begin_right_behind_the_header(tmp_path, wrong):
+    """Older than the header, as the begin of a span that is still open, but no span."""
+    trace = Trace(ts=100).add(ph="B", ts=T0, **wrong)
+    trace.steps(1, 30, at=200)
+    trace.write(tmp_path)
+    found = summarize(tmp_path)
+    assert phase(found, "optimizer")["count"] == 30
+    (entry,) = found["unreadable"]
+    assert "unusable" in entry["why"] and entry["lines"] == 1
+
+
 def test_no_value_raises(tmp_path):
     """Each field of each record in turn has a value that nobody expects there."""
     trace = Trace(world_size=2)
