@@ -574,7 +574,7 @@ class Process:
 
     # -- reading
 
-    def read(self, progress=None) -> "Process":
+    def read(self, progress) -> "Process":
         if self.sink is not None:
             self.sink.start(self)
         for number, path in enumerate(self.parts):
@@ -586,8 +586,7 @@ class Process:
             batch = self.start_part(number, batch)
             for records in in_order(chain([(line, batch)], batches), path, self.unreadable):
                 self.feed(records)
-                if progress:
-                    progress(len(records))
+                progress(len(records))
         self.finish()
         return self
 
@@ -1415,11 +1414,12 @@ def is_gone(p: Process, now_us: float) -> bool:
         return True
     beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
     quiet_us = now_us - p.last_ts
-    if p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id() and p.header.get(
-        "pid"):
-        if quiet_us > beat_us and not os.path.exists(f"/proc/{p.header['pid']}"):
+    pid = p.header.get("pid")
+    if pid and p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id():
+        is_there = os.path.exists(f"/proc/{pid}")
+        if quiet_us > beat_us and not is_there:
             return True
-        if os.path.exists(f"/proc/{p.header['pid']}") and quiet_us < 86_400e6 and began_after(p):
+        if is_there and quiet_us < 86_400e6 and began_after(p):
             return False
     return quiet_us > (max(BEATS_MISSED * beat_us, GONE_US) if beat_us else GONE_WITHOUT_US)
 
@@ -2547,8 +2547,8 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
         behind = format_ranks(sorted({late.rank for late in others}))
         evidence.append(f"hidden behind rank {behind}: saves {format_us(saving_us)} alone, "
                         f"{format_us(hidden_us)} when that is fixed")
-    where = " on " + ", ".join(sorted({str(judge.hosts[r]) for r in ranks if judge.hosts.get(r)})) if any(
-        judge.hosts.get(r) for r in ranks) else ""
+    hosts = sorted({str(judge.hosts[r]) for r in ranks if judge.hosts.get(r)})
+    where = f" on {', '.join(hosts)}" if hosts else ""
     advice = {
         "slow_host": f"look at the host{where}: clocks, other jobs, its disks and network; or leave it out",
         "burst": f"find what rank {format_ranks(ranks)} does in {phase or 'code between spans'}"
@@ -2628,16 +2628,16 @@ class Fate:
 
     def __init__(self, run: Run, p: Process, now_us: float, tells: set, ahead_us: float):
         self.run, self.p, self.rank = run, p, p.rank
-        # rank 0's clock
-        self.last_ts, self.mark = (p.last_ts or 0) - ahead_us, (p.main.mark or p.first_ts or 0) - ahead_us
+        self.last_ts = (p.last_ts or 0) - ahead_us  # rank 0's clock
+        self.mark = (p.main.mark or p.first_ts or 0) - ahead_us
         args, how = p.told("process_end"), p.how()
         self.error = None
         self.over = p.ended_in_order() or how is None and is_over(p)
         self.gone = how is not None or self.over or is_gone(p, now_us)
         last = p.errors[-1] if p.errors else None
         if how == "exception" or (how == "exit" and not self.over):
-            text = f"sys.exit({args.get('code')!r})"
-            text = f"{args.get('type')}: {args.get('message')}" if how == "exception" else text
+            text = (f"{args.get('type')}: {args.get('message')}" if how == "exception"
+                    else f"sys.exit({args.get('code')!r})")
             self.error = dict(origin(p.errors) or {"name": None, "step": p.last_step},
                               ts=p.instants["process_end"]["ts"] - ahead_us, err=text)
         elif last and self.gone and not (how == "ok") and last["last_ts"] == p.main.mark:
@@ -2671,8 +2671,8 @@ class Fate:
     def place(self) -> str:
         """Where it was, in words."""
         phase = self.phase()
-        inside = f"after {phase}" if phase else "before its first span"
-        inside = f"in {phase}" if self.p.main.stack else inside
+        inside = (f"in {phase}" if self.p.main.stack else f"after {phase}" if phase
+                  else "before its first span")
         return inside + ("" if self.step() is None else f", step {self.step()}")
 
 
@@ -2700,8 +2700,8 @@ def stop_findings(run: Run, mains: Sequence[Process], now_us: float) -> List[Dic
         swapped = desync(fates, missing, 0.0)
         return [swapped] if swapped else asked_to_end(fates)
     stalled_us = stall_of(fates, now_us)
-    for rule in (desync, stall if stalled_us else None, crash, killed, left_early, ended):
-        found = rule(fates, missing, stalled_us) if rule else None
+    for rule in (desync, stall, crash, killed, left_early, ended):
+        found = rule(fates, missing, stalled_us)
         if found:
             return [found]
     return []
@@ -2745,6 +2745,8 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
 
 def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
     """Nothing happens any more. The culprit has come least far (of those without heartbeats, if any)."""
+    if not stalled_us:
+        return None
     here = [f for f in fates if not f.over]
     newest = max(f.last_ts for f in here)
     for_s = format_us(stalled_us)
@@ -2805,11 +2807,9 @@ def least(fates: Sequence[Fate]) -> List[Fate]:
 
 
 def missing_ranks(kind: str, missing: Sequence[int], what: str) -> Dict[str, Any]:
-    found = stop_finding(kind, [], None, None, "medium",
-                         [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs "
-                          f"before its first record",
-                          what], "look at the output of that rank, and whether its host is up")
-    return dict(found, ranks=list(missing))
+    return finding(kind, missing, [], None, [], "medium",
+                   [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs before its "
+                    "first record", what], "look at the output of that rank, and whether its host is up")
 
 
 def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
@@ -3360,8 +3360,7 @@ class TraceWriter:
         self.num_events, self.separator = 0, ""
         self.process: Optional[Process] = None
         self.pid, self.pids, self.num_processes = 0, set(), 0
-        # of the main processes: pid and rank, pid in the trace
-        self.rank_pids: Dict[Tuple[Any, Any], int] = {}
+        self.rank_pids: Dict[Tuple[Any, Any], int] = {}  # of main processes: (pid, rank): pid in the trace
         self.span_ns: Tuple[Optional[int], int] = (None, 0)  # from the first slice to the end of the last
 
     def open(self, other_data: Dict[str, Any]) -> None:
