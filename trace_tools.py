@@ -489,6 +489,9 @@ class StepRange:
         self.first, self.last = first, last
         self.everything = first is None and last is None
 
+    def __str__(self) -> str:
+        return ":".join("" if end is None else str(end) for end in (self.first, self.last))
+
     def __contains__(self, step: Optional[int]) -> bool:
         return self.everything or (step is not None and step >= 0
                                    and (self.first is None or step >= self.first)
@@ -1350,7 +1353,18 @@ class Run:
                 process.pattern = self.processes[-1].pattern if self.processes else None
                 process.read(lambda records: progress(number, records))
                 self.add(process)
+        self.check_steps()
         return self
+
+    def check_steps(self) -> None:
+        """Raises Refusal when no process has any of the steps that were asked for."""
+        ranges = [(p.first_step, p.last_step) for p in self.processes if p.last_step is not None]
+        if self.steps.everything or any((self.steps.last is None or first <= self.steps.last)
+                                        and (self.steps.first is None or last >= self.steps.first)
+                                        for first, last in ranges):
+            return
+        there = f"there are {min(ranges)[0]} to {max(last for _, last in ranges)}" if ranges else "there are none"
+        raise Refusal(f"no steps {self.steps} in this trace; {there}")
 
     def add(self, process: Process) -> None:
         """Merge the phases of a process into the run's, and drop what is only needed for that."""
@@ -1632,6 +1646,7 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
 
 # Every rule has a ratio and a floor in microseconds; ratios are of a step unless the comment says otherwise.
 NOISE_US = 20.0  # no machine is quieter
+WAITING_RATIO = 0.1  # of all steps, for the last rank: worth a word, though nobody is to blame
 COST_RATIO = 0.03  # of the time of all steps: what a straggler or bursts cost at least
 MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
 MEMBER_RATIO = 0.5  # of the most meetings of a rank: ranks with fewer are not compared
@@ -1657,6 +1672,7 @@ OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: abov
 LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the usual one of its outliers
 PERIODIC = 3, COST_RATIO, 0.2  # outliers, of all steps' time, of all outliers' loss
 IRREGULAR = 5, 2 * COST_RATIO, 0.6  # noise has no period
+OFTEN_RATIO, MOST_RATIO = 0.24, 0.8  # of all meetings, of all loss: more than now and then, a straggler
 BURST_MOST = 0.5  # of a burst's cost: the largest one, else it is a spike
 PERIOD_SLACK, PERIOD_RATIO = 0.1, 0.8  # of the period; of the gaps
 SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # steps long, so long, so much of the run
@@ -1680,6 +1696,7 @@ SURE_CORRELATION, SURE_SLOPES = -0.6, (0.5, 1.5)  # of an unmarked phase with th
 SURE_VARIANCE_US2 = 1e5  # of that rest: with less, nothing can be told
 
 # Who stopped (how long is long: "What became of a process")
+BESIDE_PERCENT, BESIDE_STEPS = 5.0, 50  # what slows a run down is told beside its end from so much, so many
 TOGETHER_US = 3e6  # ranks that stopped within so much stopped at once
 RAISED_US = 100_000  # errors on the way out of an exception follow each other within so much
 SAME_ORDER = 200  # meetings before a desync that tell what was to come
@@ -2210,7 +2227,9 @@ def few_fast(columns: Sequence[Sequence[float]], floor_us: float) -> List[int]:
 
 
 def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[Late]]]:
-    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them.
+    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them. One
+    rank that is late at many meetings, and has nearly all that waiting costs, is a "straggler": every other
+    batch of two loader workers is late when all items are slow.
 
     An outlier's loss is above the usual by OUTLIER_MADS of noise, and at least OUTLIER_RATIO of a step and
     OUTLIER_US. Bursts: PERIODIC or IRREGULAR. Spikes: SPIKE_STEPS, SPIKE_US, SPIKE_RATIO of the run.
@@ -2240,7 +2259,8 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
                     and max(column[i] for i in own) < BURST_MOST * cost):
                 at = set(own)
                 cuts = [us if i in at else 0.0 for i, us in enumerate(column)]
-                found.append(("burst", Late(judge, track, rank, cuts)))
+                is_usual = len(own) >= OFTEN_RATIO * len(loss) and cost >= MOST_RATIO * sum(loss)
+                found.append(("straggler" if is_usual else "burst", Late(judge, track, rank, cuts)))
                 continue
             for i in sorted(spikes, key=lambda i: -column[i])[:3]:
                 if column[i] >= SPIKE_RATIO * judge.total_us:
@@ -2535,8 +2555,10 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     part = lost[phase] / (sum(lost.values()) or 1)
     meeting = plain_name(head.track.kind)
     text = f"rank {format_ranks(ranks)} " + ("is" if len(ranks) == 1 else "are")
-    period = period_of(head.steps) if kind == "burst" else None
+    period = None if head.z else period_of(head.steps)
     often = {"burst": f"{len(head.steps):,} times" + (f", every {period} steps" if period else ""),
+             "straggler": f"at {len(head.steps):,} meetings" + (
+                 f", every {period} steps, as a loader of {period} workers comes late" if period else ""),
              "spike": f"once, at step {head.steps[0]}"}.get(kind, f"at {len(head.steps):,} meetings")
     evidence = [f"{text} {format_us(head.late_us)} later than the others at {meeting}, {often}"
                 + (f" (z {head.z:.0f})" if head.z else ""),
@@ -2558,7 +2580,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                  f"{head.steps[0]}: the host's log at that time, storage, garbage collection",
     }.get(kind, f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)}{where}: its "
                 "share of the data, its host, what only it does")
-    is_plain = kind != "straggler" or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
+    is_plain = not head.z or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
     confidence = "high" if is_plain and part > PHASE_RATIO else "medium"
     return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice,
                         period)
@@ -2595,7 +2617,7 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     every += [("straggler", group) for group in grouped(judge, rest)]
     now_and_then = sometimes_late(judge, lates)
     slow = {(late.rank, late.phase) for late in lates}  # which is not equally late each time
-    every += [(kind, [late]) for kind, late in now_and_then if kind != "burst"
+    every += [(kind, [late]) for kind, late in now_and_then if kind == "spike"
               or (late.rank, late.phase) not in slow]
     for kind, group in every:
         # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
@@ -2884,7 +2906,7 @@ def mismatch(fates: Sequence[Fate]) -> Optional[Dict[str, Any]]:
         return None
     first = min(told, key=lambda f: f.error["ts"])
     return stop_finding("desync", told, first.error["name"], first.error["step"], "low",
-                        [f"rank {f.rank}: {f.error['err'][:200]}" for f in told[:3]],
+                        [f"rank {f.rank}: {in_one_line(f.error['err'])[:200]}" for f in told[:3]],
                         "a collective was called with other shapes or in another order on some rank: "
                         "TORCH_DISTRIBUTED_DEBUG=DETAIL names it")
 
@@ -2898,7 +2920,7 @@ def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     alike = [f for f in own if f.error["err"].split(":")[0] == first.error["err"].split(":")[0]
              and f.error["step"] == first.error["step"]]
     culprits = alike if len(alike) == len(fates) else [first]
-    error, text = first.error, printable(first.error["err"], 300)
+    error, text = first.error, printable(in_one_line(first.error["err"]), 300)
     evidence = [f"{of_ranks(culprits)}, {error['name'] or 'outside of its spans'}"
                 + (f", step {error['step']}" if error["step"] is not None else "") + f": {text}"]
     return stop_finding("crash", culprits, error["name"] or first.phase(), error["step"], "high",
@@ -2913,7 +2935,7 @@ def victims(fates: Sequence[Fate], culprits: Sequence[Fate]) -> List[str]:
     ended_by = [f for f in fates if f not in culprits and f.terminated]
     lines = []
     if told:
-        lines.append(f"victims: {of_ranks(told)} ({printable(told[0].error['err'], 100)})")
+        lines.append(f"victims: {of_ranks(told)} ({printable(in_one_line(told[0].error['err']), 100)})")
     if ended_by:
         lines.append(f"victims: {of_ranks(ended_by)}, ended by SIGTERM {ended_by[0].place()}")
     return lines
@@ -3009,6 +3031,9 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     stopped = stop_findings(run, mains, now_us)
     judge = Judge(mains, run)
     slow = slow_findings(judge)
+    if stopped and stopped[0]["kind"] != "terminated":
+        # Beside a fault that ended the run, what is small or from a few steps only distracts.
+        slow = [f for f in slow if f["cost_percent"] >= BESIDE_PERCENT and len(judge.steps) >= BESIDE_STEPS]
     if stopped or slow:
         return stopped + slow
     num_steps = len(judge.steps)
@@ -3020,7 +3045,10 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     lost = sum(sum(losses(track.columns())[0]) for track in judge.tracks) / judge.total_us
     return [finding("healthy", [], [], None, judge.steps, "high",
                     [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
-                     "them, no rank more than others"], "nothing to do")]
+                     "them, no rank more than others"], "nothing to do" if lost < WAITING_RATIO else
+                    "no rank is to blame for the waiting: each is the last one now and then, by chance. More work "
+                    "between meetings (larger batches, accumulation) or steadier work (a core for each thread, "
+                    "batches of equal size) makes it less")]
 
 
 # ---- Clocks ------------------------------------------------------------------------------------------------
@@ -3144,6 +3172,15 @@ def printable(text: Any, width: int = 0) -> str:
     """Names come from files: no control characters on the terminal, and not longer than the column."""
     text = "".join(c if c.isprintable() else "?" for c in str(text))
     return text if not width or len(text) <= width else text[:width - 2] + ".."
+
+
+def in_one_line(err: str) -> str:
+    """An exception's text without line breaks. Of one that carries a traceback (a data-loader worker's), the
+    error at its end comes first: what is before it only passes it on."""
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    if any(line.endswith("Traceback (most recent call last):") for line in lines):
+        return f"{lines[-1]} ({lines[0]})"
+    return " ".join(lines)
 
 
 def bullet(text: str, mark: str) -> List[str]:
@@ -3284,7 +3321,7 @@ def render_errors(summary: Dict[str, Any], top: int) -> List[str]:
     errors = sorted(summary["errors"], key=lambda e: e["ts"])
     for e in errors[:top]:
         where = ("" if e["step"] is None else f", step {e['step']}") + (f", {e['name']}" if e["name"] else "")
-        lines.append(printable(f"rank {e['rank']}{where}: {e['err']}", WIDTH - 2))
+        lines.append(printable(f"rank {e['rank']}{where}: {in_one_line(e['err'])}", WIDTH - 2))
         lines += [printable(f"    {frame}", WIDTH - 2) for frame in e["frames"][:3]]
     return lines + and_more(len(errors) - top, "")
 
@@ -3625,6 +3662,8 @@ def parse_steps(text: str) -> StepRange:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}; wanted A:B, A:, :B or A, such as 100:200")
     first, last, only = (int(g) if g else None for g in match.groups())
+    if first is not None and last is not None and first > last:
+        raise argparse.ArgumentTypeError(f"{text!r}: it ends before it begins; did you mean {last}:{first}?")
     return StepRange(only, only) if only is not None else StepRange(first, last)
 
 
@@ -3661,7 +3700,9 @@ def parse_arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     export_.add_argument("--min-us", type=float, default=0, metavar="N", help="leave shorter spans out")
     export_.add_argument("--gzip", action="store_true", help="write .json.gz, which Perfetto opens as well")
     export_.add_argument("--profiler", action="store_true", help="merge the run's torch.profiler traces")
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.command is None:
         parser.error("a command is missing: summarize or export")
     if arguments.command == "export" and arguments.output is None and (
@@ -3693,7 +3734,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         profiles = sorted(os.path.join(where, name) for where, _, names in os.walk(folder) for name in names
                           if re.search(r"\.json(\.gz)?$", name))
         if not profiles:
-            raise Refusal(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
+            run.warnings.append(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
     num_events = export(run, target, arguments.min_us, profiles)
     size = os.path.getsize(target)
     print(f"{target}: {num_events:,} events, {size / 1e6:,.1f} MB; open it at https://ui.perfetto.dev")
