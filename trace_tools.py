@@ -489,9 +489,6 @@ class StepRange:
         self.first, self.last = first, last
         self.everything = first is None and last is None
 
-    def __str__(self) -> str:
-        return ":".join("" if end is None else str(end) for end in (self.first, self.last))
-
     def __contains__(self, step: Optional[int]) -> bool:
         return self.everything or (step is not None and step >= 0
                                    and (self.first is None or step >= self.first)
@@ -1328,7 +1325,7 @@ class Run:
         if ranks is not None:
             chosen = [c for c in chosen if c.rank in ranks]
             if not chosen:
-                raise Refusal(f"no traces of rank {format_ranks(sorted(ranks))} here; "
+                raise Refusal(f"no traces of rank {format_ranks(ranks)} here; "
                               f"world size {self.world_size}")
         self.expected = sorted(set(range(self.world_size)) if ranks is None
                                else set(ranks) & set(range(self.world_size)))
@@ -1353,18 +1350,7 @@ class Run:
                 process.pattern = self.processes[-1].pattern if self.processes else None
                 process.read(lambda records: progress(number, records))
                 self.add(process)
-        self.check_steps()
         return self
-
-    def check_steps(self) -> None:
-        """Raises Refusal when no process has any of the steps that were asked for."""
-        ranges = [(p.first_step, p.last_step) for p in self.processes if p.last_step is not None]
-        if self.steps.everything or any((self.steps.last is None or first <= self.steps.last)
-                                        and (self.steps.first is None or last >= self.steps.first)
-                                        for first, last in ranges):
-            return
-        there = f"there are {min(ranges)[0]} to {max(last for _, last in ranges)}" if ranges else "there are none"
-        raise Refusal(f"no steps {self.steps} in this trace; {there}")
 
     def add(self, process: Process) -> None:
         """Merge the phases of a process into the run's, and drop what is only needed for that."""
@@ -1637,7 +1623,7 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
         groups: Dict[Any, set] = {}
         for p in run.processes:
             groups.setdefault(value_of(p), set()).add(p.rank if p.rank is not None else -1)
-        found += [f"rank {format_ranks(sorted(ranks))}: {text.format(value)}"
+        found += [f"rank {format_ranks(ranks)}: {text.format(value)}"
                   for value, ranks in groups.items() if value is not None]
     return found
 
@@ -1646,7 +1632,6 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
 
 # Every rule has a ratio and a floor in microseconds; ratios are of a step unless the comment says otherwise.
 NOISE_US = 20.0  # no machine is quieter
-WAITING_RATIO = 0.1  # of all steps, for the last rank: worth a word, though nobody is to blame
 COST_RATIO = 0.03  # of the time of all steps: what a straggler or bursts cost at least
 MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
 MEMBER_RATIO = 0.5  # of the most meetings of a rank: ranks with fewer are not compared
@@ -1672,7 +1657,6 @@ OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: abov
 LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the usual one of its outliers
 PERIODIC = 3, COST_RATIO, 0.2  # outliers, of all steps' time, of all outliers' loss
 IRREGULAR = 5, 2 * COST_RATIO, 0.6  # noise has no period
-OFTEN_RATIO, MOST_RATIO = 0.24, 0.8  # of all meetings, of all loss: more than now and then, a straggler
 BURST_MOST = 0.5  # of a burst's cost: the largest one, else it is a spike
 PERIOD_SLACK, PERIOD_RATIO = 0.1, 0.8  # of the period; of the gaps
 SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # steps long, so long, so much of the run
@@ -1680,6 +1664,7 @@ SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # steps long, so long, 
 # Lateness that moves from rank to rank
 MOVING_RATIO, MOVING_US = 0.1, 2000
 ALONE_RATIO = 0.4  # the last rank's lead over the next, of its lead over the median: noise has less
+MOVING_SHARE, MOVING_ALL = 0.5, 0.8  # of an equal share: ranks that are named; of the ranks: name all
 MOVING_MOST, MOVING_PHASE = 0.75, 0.6  # of the cost: one rank's at most, one phase's at least
 
 # All ranks alike
@@ -1696,7 +1681,6 @@ SURE_CORRELATION, SURE_SLOPES = -0.6, (0.5, 1.5)  # of an unmarked phase with th
 SURE_VARIANCE_US2 = 1e5  # of that rest: with less, nothing can be told
 
 # Who stopped (how long is long: "What became of a process")
-BESIDE_PERCENT, BESIDE_STEPS = 5.0, 50  # what slows a run down is told beside its end from so much, so many
 TOGETHER_US = 3e6  # ranks that stopped within so much stopped at once
 RAISED_US = 100_000  # errors on the way out of an exception follow each other within so much
 SAME_ORDER = 200  # meetings before a desync that tell what was to come
@@ -2227,9 +2211,7 @@ def few_fast(columns: Sequence[Sequence[float]], floor_us: float) -> List[int]:
 
 
 def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[Late]]]:
-    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them. One
-    rank that is late at many meetings, and has nearly all that waiting costs, is a "straggler": every other
-    batch of two loader workers is late when all items are slow.
+    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them.
 
     An outlier's loss is above the usual by OUTLIER_MADS of noise, and at least OUTLIER_RATIO of a step and
     OUTLIER_US. Bursts: PERIODIC or IRREGULAR. Spikes: SPIKE_STEPS, SPIKE_US, SPIKE_RATIO of the run.
@@ -2259,8 +2241,7 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
                     and max(column[i] for i in own) < BURST_MOST * cost):
                 at = set(own)
                 cuts = [us if i in at else 0.0 for i, us in enumerate(column)]
-                is_usual = len(own) >= OFTEN_RATIO * len(loss) and cost >= MOST_RATIO * sum(loss)
-                found.append(("straggler" if is_usual else "burst", Late(judge, track, rank, cuts)))
+                found.append(("burst", Late(judge, track, rank, cuts)))
                 continue
             for i in sorted(spikes, key=lambda i: -column[i])[:3]:
                 if column[i] >= SPIKE_RATIO * judge.total_us:
@@ -2302,15 +2283,13 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         if part < MOVING_PHASE or excess_us < max(MOVING_RATIO * judge.step_us, MOVING_US):
             continue
         cost_us = sum(loss)
-        shown = [r for r, cost in sorted(zip(ranks, costs), key=lambda c: -c[1]) if cost > 0.5
-                 * cost_us / len(ranks)]
+        shown = [r for r, cost in zip(ranks, costs) if cost > MOVING_SHARE * cost_us / len(ranks)]
         return slow_finding(
-            judge, "imbalance", ranks if len(shown) > 0.8 * len(ranks) else sorted(shown), phase,
+            judge, "imbalance", ranks if len(shown) > MOVING_ALL * len(ranks) else shown, phase,
             track.steps, cost_us, cost_us, "medium",
             [f"at half of the {len(loss):,} meetings in {plain_name(track.kind)} the last rank came "
-             f"{format_us(usual)} or more after the others, most of it in "
-             f"{phase}", f"no rank for long: the most costly one has "
-             f"{100 * max(costs) / sum(costs):.0f} % of it"],
+             f"{format_us(usual)} or more after the others, most of it in {phase}",
+             f"no rank for long: the most costly one has {100 * max(costs) / sum(costs):.0f} % of it"],
             f"give ranks equal work in {phase}: batches of equal size (bucket or pack by length), or a data "
             "loader that reads ahead")
     return None
@@ -2450,10 +2429,10 @@ def bound_finding(judge: Judge, phase: str, us: float, steps: Sequence[int], wha
     is_transfer = "communication" in what
     advice = ("compare with the network's speed for so many bytes; fewer bytes (bf16 gradients, larger "
               "accumulation), or more overlap" if is_transfer else
-              f"let {phase} run beside the computing (more workers, read ahead, less often), or make it "
-              f"faster")
+              f"let {phase} run beside the computing (more workers, read ahead, less often), "
+              "or make it faster")
     return slow_finding(judge, "bound", sorted(judge.hosts), phase, steps, cost_us, cost_us, "medium",
-                   [f"{what}, {100 * us / judge.step_us:.0f} % of {format_us(judge.step_us)}"], advice)
+                        [f"{what}, {100 * us / judge.step_us:.0f} % of {format_us(judge.step_us)}"], advice)
 
 
 def hides_work(judge: Judge, track: Meetings) -> bool:
@@ -2480,10 +2459,10 @@ def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
                   "from computing: run some steps with the RuntimeProfiler hook, whose device times can, or "
                   "with parallel=ddp")
     return slow_finding(judge, "opaque", sorted(judge.hosts), kind, judge.steps, 0, 0, "high",
-                   [f"{names}: {format_us(hidden_us)} of a step of {format_us(judge.step_us)}, even on the "
-                    f"rank that waits least",
-                    f"a slow rank inside of {names} would look just like this"
-                    + (f" ({', '.join(reasons)})" if reasons else "")], advice)
+                        [f"{names}: {format_us(hidden_us)} of a step of {format_us(judge.step_us)}, even on "
+                         "the rank that waits least",
+                         f"a slow rank inside of {names} would look just like this"
+                         + (f" ({', '.join(reasons)})" if reasons else "")], advice)
 
 
 def slow_finding(judge: Judge, kind: str, ranks: Sequence[int], phase: Optional[str], steps: Sequence[int],
@@ -2543,7 +2522,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     head = max(group, key=lambda l: l.late_us * len(l.steps))
     ranks = sorted({late.rank for late in group})
     saving_us = max(replay(judge, group), 0.0)
-    cost_us = sum(cost_of(judge, late) for late in group)
+    cost_us = sum(map(cost_of, group))
     cost_us = max(cost_us, saving_us)  # when most ranks are slow, the lower median is slow as well
     steps = sorted({step for late in group for step in late.steps})
     # The phase that the group's ranks lost most in.
@@ -2555,10 +2534,8 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     part = lost[phase] / (sum(lost.values()) or 1)
     meeting = plain_name(head.track.kind)
     text = f"rank {format_ranks(ranks)} " + ("is" if len(ranks) == 1 else "are")
-    period = None if head.z else period_of(head.steps)
+    period = period_of(head.steps) if kind == "burst" else None
     often = {"burst": f"{len(head.steps):,} times" + (f", every {period} steps" if period else ""),
-             "straggler": f"at {len(head.steps):,} meetings" + (
-                 f", every {period} steps, as a loader of {period} workers comes late" if period else ""),
              "spike": f"once, at step {head.steps[0]}"}.get(kind, f"at {len(head.steps):,} meetings")
     evidence = [f"{text} {format_us(head.late_us)} later than the others at {meeting}, {often}"
                 + (f" (z {head.z:.0f})" if head.z else ""),
@@ -2566,7 +2543,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     evidence += different_scalars(judge, ranks)
     hidden_us = replay(judge, list(others) + group) - replay(judge, others) if others else saving_us
     if saving_us < HIDDEN_RATIO * hidden_us:
-        behind = format_ranks(sorted({late.rank for late in others}))
+        behind = format_ranks({late.rank for late in others})
         evidence.append(f"hidden behind rank {behind}: saves {format_us(saving_us)} alone, "
                         f"{format_us(hidden_us)} when that is fixed")
     hosts = sorted({str(judge.hosts[r]) for r in ranks if judge.hosts.get(r)})
@@ -2580,13 +2557,13 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                  f"{head.steps[0]}: the host's log at that time, storage, garbage collection",
     }.get(kind, f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)}{where}: its "
                 "share of the data, its host, what only it does")
-    is_plain = not head.z or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
+    is_plain = kind != "straggler" or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
     confidence = "high" if is_plain and part > PHASE_RATIO else "medium"
     return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice,
                         period)
 
 
-def cost_of(judge: Judge, late: Late) -> float:
+def cost_of(late: Late) -> float:
     """The rank's share (see losses) of what the meetings that it is late at cost."""
     ranks = sorted(late.track.work)
     share = losses(late.track.columns())[1][ranks.index(late.rank)]
@@ -2617,7 +2594,7 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     every += [("straggler", group) for group in grouped(judge, rest)]
     now_and_then = sometimes_late(judge, lates)
     slow = {(late.rank, late.phase) for late in lates}  # which is not equally late each time
-    every += [(kind, [late]) for kind, late in now_and_then if kind == "spike"
+    every += [(kind, [late]) for kind, late in now_and_then if kind != "burst"
               or (late.rank, late.phase) not in slow]
     for kind, group in every:
         # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
@@ -2802,23 +2779,22 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     if others:
         where = Counter(f.place() for f in others).most_common(1)[0][0]
         evidence.append(f"{of_ranks(others)} wait {where}")
-    done = [f.rank for f in fates if f.over]
-    evidence += [f"rank {format_ranks(sorted(done))} had ended"] if done else []
+    done = [f for f in fates if f.over]
+    evidence += [f"{of_ranks(done)} had ended"] if done else []
     evidence += silent_workers(head, newest)
     evidence += [f"stack: {' < '.join(head.p.last_stack()[:3])}"] if head.p.last_stack() else []
-    return stop_finding("stall", culprits, head.phase(), head.step(), "high" if waiting or quiet
-                        else "medium", evidence,
-                        "look at the stack of that rank (open spans, below)" if head.p.last_stack() else
-                        f"take its stack: kill -USR1 {head.p.header.get('pid')} on "
-                        f"{head.p.header.get('host')}", stalled_us / 1e6)
+    return stop_finding("stall", culprits, head.phase(), head.step(), "high" if waiting or quiet else "medium",
+                        evidence, "look at the stack of that rank (open spans, below)"
+                        if head.p.last_stack() else f"take its stack: kill -USR1 "
+                        f"{head.p.header.get('pid')} on {head.p.header.get('host')}", stalled_us / 1e6)
 
 
 def silent_workers(head: Fate, newest: float) -> List[str]:
     """Data-loader workers of a stalled rank that have stopped, in words."""
     workers = [p for p in head.run.processes if p.rank == head.rank and p.worker is not None and p.main.stack]
     return [f"its data-loader worker {p.worker} (pid {p.header.get('pid')}) has been in "
-            f"{p.main.stack[-1]['name']} for "
-            f"{format_us(newest - (p.main.mark or p.last_ts))}" for p in workers]
+            f"{p.main.stack[-1]['name']} for {format_us(newest - (p.main.mark or p.last_ts))}"
+            for p in workers]
 
 
 def least(fates: Sequence[Fate]) -> List[Fate]:
@@ -2830,13 +2806,12 @@ def least(fates: Sequence[Fate]) -> List[Fate]:
 
 def missing_ranks(kind: str, missing: Sequence[int], what: str) -> Dict[str, Any]:
     return finding(kind, missing, [], None, [], "medium",
-                   [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs before its "
-                    "first record", what], "look at the output of that rank, and whether its host is up")
+                   [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs before "
+                    "its first record", what], "look at the output of that rank, and whether its host is up")
 
 
 def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
-    """Ranks came to different meetings: the odd ones are those whose order is not as it was in the steps
-    before.
+    """Ranks came to different meetings: the odd ones are those whose order is not as in the steps before.
 
     The first meeting that differs counts when the run broke at it, or when a step has the same meetings in
     another order: that gives wrong sums and no error. Loops whose ranks never came to the same meetings are
@@ -2859,8 +2834,8 @@ def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> 
             + Counter(k for _, k in takewhile(lambda m: m[0] == step, order))
             for i, order in enumerate(orders)]
     is_swap = all(kinds == rest[0] for kinds in rest)
-    is_end = (stalled_us or any(f.error or f.silent for f in fates)) and max(f.p.last_step or 0
-                                                                             for f in here) - step <= 2
+    broke = stalled_us or any(f.error or f.silent for f in fates)
+    is_end = broke and max(f.p.last_step or 0 for f in here) - step <= 2
     if len({of for of, _ in before}) < 2 or not (is_swap or is_end):
         return None
     # What came after the meeting before, in the steps before this one.
@@ -2878,15 +2853,14 @@ def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> 
         "desync", odd, kind, step, "high" if others is not odd else "low",
         [f"{of_ranks(odd)} came to {odd_kind} of step {odd_step} when {of_ranks(others)} came to {kind} of "
          f"step {step}",
-         "the same meetings in another order: sums of different things, without an error" if is_swap
-         and not is_end else
-         f"until step {before[-1][0]} all came to the same ones"],
+         "the same meetings in another order: sums of different things, without an error"
+         if is_swap and not is_end else f"until step {before[-1][0]} all came to the same ones"],
         f"look for a condition that differs between ranks around {kind}: every rank must make the same "
         "collective calls in the same order", stalled_us / 1e6)
 
 
 def of_ranks(fates: Sequence[Fate]) -> str:
-    return "rank " + format_ranks(sorted(f.rank for f in fates))
+    return "rank " + format_ranks(f.rank for f in fates)
 
 
 def meeting_order(f: Fate) -> Iterator[Tuple[int, str]]:
@@ -2906,7 +2880,7 @@ def mismatch(fates: Sequence[Fate]) -> Optional[Dict[str, Any]]:
         return None
     first = min(told, key=lambda f: f.error["ts"])
     return stop_finding("desync", told, first.error["name"], first.error["step"], "low",
-                        [f"rank {f.rank}: {in_one_line(f.error['err'])[:200]}" for f in told[:3]],
+                        [f"rank {f.rank}: {f.error['err'][:200]}" for f in told[:3]],
                         "a collective was called with other shapes or in another order on some rank: "
                         "TORCH_DISTRIBUTED_DEBUG=DETAIL names it")
 
@@ -2920,7 +2894,7 @@ def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     alike = [f for f in own if f.error["err"].split(":")[0] == first.error["err"].split(":")[0]
              and f.error["step"] == first.error["step"]]
     culprits = alike if len(alike) == len(fates) else [first]
-    error, text = first.error, printable(in_one_line(first.error["err"]), 300)
+    error, text = first.error, printable(first.error["err"], 300)
     evidence = [f"{of_ranks(culprits)}, {error['name'] or 'outside of its spans'}"
                 + (f", step {error['step']}" if error["step"] is not None else "") + f": {text}"]
     return stop_finding("crash", culprits, error["name"] or first.phase(), error["step"], "high",
@@ -2935,7 +2909,7 @@ def victims(fates: Sequence[Fate], culprits: Sequence[Fate]) -> List[str]:
     ended_by = [f for f in fates if f not in culprits and f.terminated]
     lines = []
     if told:
-        lines.append(f"victims: {of_ranks(told)} ({printable(in_one_line(told[0].error['err']), 100)})")
+        lines.append(f"victims: {of_ranks(told)} ({printable(told[0].error['err'], 100)})")
     if ended_by:
         lines.append(f"victims: {of_ranks(ended_by)}, ended by SIGTERM {ended_by[0].place()}")
     return lines
@@ -2966,9 +2940,9 @@ def killed(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Opti
                 "end in its trace"]
     evidence += memory_of(head, fates) + victims(fates, culprits)
     return stop_finding("killed", culprits, head.phase(), head.step(), "high" if rest else "medium", evidence,
-                        "SIGKILL, the out-of-memory killer, os._exit or a crash in C: `dmesg -T | grep -i "
-                        "oom` on its host, the scheduler's log, "
-                        "its exit code in torchrun's output (-9: SIGKILL, -11: a crash)")
+                        "SIGKILL, the out-of-memory killer, os._exit or a crash in C: "
+                        "`dmesg -T | grep -i oom` on its host, the scheduler's log, its exit code in "
+                        "torchrun's output (-9: SIGKILL, -11: a crash)")
 
 
 def memory_of(head: Fate, fates: Sequence[Fate]) -> List[str]:
@@ -2988,8 +2962,8 @@ def left_early(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> 
         return None
     furthest = max(f.p.last_step or 0 for f in failed)
     head = over[0]
-    return stop_finding("left_early", over, head.phase(), head.p.last_step, "high"
-                        if len(over) < len(fates) / 2 else "medium",
+    return stop_finding("left_early", over, head.phase(), head.p.last_step,
+                        "high" if len(over) < len(fates) / 2 else "medium",
                         [f"{of_ranks(over)} ended in order after step {head.p.last_step}; the others "
                          f"were at step {furthest}"] + victims(fates, over),
                         "every rank must run the same number of steps: unequal shares of the data "
@@ -3013,15 +2987,15 @@ def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
                             "messages name the peer")
     if terminated:
         return stop_finding("terminated", terminated, head.phase(), head.step(), "high",
-                            [f"{len(terminated)} of {len(fates)} ranks got SIGTERM, {where}; none had failed "
-                             f"before"],
+                            [f"{len(terminated)} of {len(fates)} ranks got SIGTERM, {where}; none had "
+                             "failed before"],
                             "ended from outside: the scheduler's time limit or preemption, or "
                             "somebody's kill")
     return stop_finding("ended_abruptly", gone, head.phase(), head.step(), "medium",
                         [f"all {len(gone)} ranks stopped at once, {where}, without an error, a signal's "
-                         f"stack or an end"],
-                        "the host was lost or everything was killed at once: the scheduler's log, dmesg, "
-                        "power")
+                         "stack or an end"],
+                        "the host was lost or everything was killed at once: the scheduler's log, "
+                        "dmesg, power")
 
 
 # ---- The verdict -------------------------------------------------------------------------------------------
@@ -3031,9 +3005,6 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     stopped = stop_findings(run, mains, now_us)
     judge = Judge(mains, run)
     slow = slow_findings(judge)
-    if stopped and stopped[0]["kind"] != "terminated":
-        # Beside a fault that ended the run, what is small or from a few steps only distracts.
-        slow = [f for f in slow if f["cost_percent"] >= BESIDE_PERCENT and len(judge.steps) >= BESIDE_STEPS]
     if stopped or slow:
         return stopped + slow
     num_steps = len(judge.steps)
@@ -3045,10 +3016,7 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     lost = sum(sum(losses(track.columns())[0]) for track in judge.tracks) / judge.total_us
     return [finding("healthy", [], [], None, judge.steps, "high",
                     [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
-                     "them, no rank more than others"], "nothing to do" if lost < WAITING_RATIO else
-                    "no rank is to blame for the waiting: each is the last one now and then, by chance. More work "
-                    "between meetings (larger batches, accumulation) or steadier work (a core for each thread, "
-                    "batches of equal size) makes it less")]
+                     "them, no rank more than others"], "nothing to do")]
 
 
 # ---- Clocks ------------------------------------------------------------------------------------------------
@@ -3157,10 +3125,10 @@ def format_us(us: Optional[float]) -> str:
     return f"{minutes} m {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} m"
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Sorted ranks as ranges: 0-3,7."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as ranges: 0-3,7."""
     ranges: List[List[int]] = []
-    for rank in ranks:
+    for rank in sorted(ranks):
         if ranges and rank == ranges[-1][1] + 1:
             ranges[-1][1] = rank
         else:
@@ -3172,15 +3140,6 @@ def printable(text: Any, width: int = 0) -> str:
     """Names come from files: no control characters on the terminal, and not longer than the column."""
     text = "".join(c if c.isprintable() else "?" for c in str(text))
     return text if not width or len(text) <= width else text[:width - 2] + ".."
-
-
-def in_one_line(err: str) -> str:
-    """An exception's text without line breaks. Of one that carries a traceback (a data-loader worker's), the
-    error at its end comes first: what is before it only passes it on."""
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
-    if any(line.endswith("Traceback (most recent call last):") for line in lines):
-        return f"{lines[-1]} ({lines[0]})"
-    return " ".join(lines)
 
 
 def bullet(text: str, mark: str) -> List[str]:
@@ -3321,7 +3280,7 @@ def render_errors(summary: Dict[str, Any], top: int) -> List[str]:
     errors = sorted(summary["errors"], key=lambda e: e["ts"])
     for e in errors[:top]:
         where = ("" if e["step"] is None else f", step {e['step']}") + (f", {e['name']}" if e["name"] else "")
-        lines.append(printable(f"rank {e['rank']}{where}: {in_one_line(e['err'])}", WIDTH - 2))
+        lines.append(printable(f"rank {e['rank']}{where}: {e['err']}", WIDTH - 2))
         lines += [printable(f"    {frame}", WIDTH - 2) for frame in e["frames"][:3]]
     return lines + and_more(len(errors) - top, "")
 
@@ -3342,7 +3301,7 @@ def render_open(summary: Dict[str, Any], top: int) -> List[str]:
     order = sorted(groups.items(), key=lambda g: (g[0][3] is not None, -max(s["age_s"] for s in g[1])))
     for (name, step, parents, thread, ready), spans in order[:top]:
         oldest = max(spans, key=lambda s: s["age_s"])
-        ranks = format_ranks(sorted({s["rank"] for s in spans if s["rank"] is not None})) or "?"
+        ranks = format_ranks({s["rank"] for s in spans if s["rank"] is not None}) or "?"
         at_step = "" if step is None else f", step {step}"
         text = f"rank {ranks}: {name}{at_step}, open {format_us(oldest['age_s'] * 1e6)}"
         text += "" if ready is None else ", own work done, waiting" if ready else ", not ready"
@@ -3662,8 +3621,6 @@ def parse_steps(text: str) -> StepRange:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}; wanted A:B, A:, :B or A, such as 100:200")
     first, last, only = (int(g) if g else None for g in match.groups())
-    if first is not None and last is not None and first > last:
-        raise argparse.ArgumentTypeError(f"{text!r}: it ends before it begins; did you mean {last}:{first}?")
     return StepRange(only, only) if only is not None else StepRange(first, last)
 
 
@@ -3700,9 +3657,7 @@ def parse_arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     export_.add_argument("--min-us", type=float, default=0, metavar="N", help="leave shorter spans out")
     export_.add_argument("--gzip", action="store_true", help="write .json.gz, which Perfetto opens as well")
     export_.add_argument("--profiler", action="store_true", help="merge the run's torch.profiler traces")
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        commands.choices.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.error("a command is missing: summarize or export")
     if arguments.command == "export" and arguments.output is None and (
@@ -3734,7 +3689,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         profiles = sorted(os.path.join(where, name) for where, _, names in os.walk(folder) for name in names
                           if re.search(r"\.json(\.gz)?$", name))
         if not profiles:
-            run.warnings.append(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
+            raise Refusal(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
     num_events = export(run, target, arguments.min_us, profiles)
     size = os.path.getsize(target)
     print(f"{target}: {num_events:,} events, {size / 1e6:,.1f} MB; open it at https://ui.perfetto.dev")
