@@ -801,6 +801,10 @@ class Process:
             rows = self.rows[kind, told_ready] = Rows()
         return rows
 
+    def meeting_rows(self) -> List[Tuple[Any, Rows]]:
+        """(kind, rows) of the meetings at which every rank waits for every other."""
+        return [(kind, rows) for (kind, _), rows in self.rows.items() if kind != "" and kind not in self.soft]
+
     def other(self, ph: str, r: dict) -> None:
         """The rarer records: scalars, errors of torchtitan's spans, definitions, headers."""
         if ph == "C":
@@ -1722,6 +1726,11 @@ def median_low(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
+def median_of_all(values: List[float], num: int) -> float:
+    """The median of num values, of which those that are not there are 0."""
+    return median_low(values + [0.0] * (num - len(values)))
+
+
 def noise_of(values: Sequence[float], centre: float) -> float:
     """1.4826 times the median absolute deviation: the standard deviation, when outliers are left out."""
     return max(1.4826 * median_low([abs(v - centre) for v in values]), NOISE_US)
@@ -2068,7 +2077,7 @@ class Judge:
             for phase in set().union(*owns.values()) if rank in owns else ():
                 theirs_us = median_low([own.get(phase, 0.0) for own in rest])
                 excess.setdefault(phase, []).append(owns[rank].get(phase, 0.0) - theirs_us)
-        known = {phase: median_low(v + [0.0] * (len(chosen) - len(v))) for phase, v in excess.items()}
+        known = {phase: median_of_all(us, len(chosen)) for phase, us in excess.items()}
         if self.on_device:
             # The host's phases explain a part of what the device was late; the rest is the device's own.
             of = self.tracks[0]
@@ -2313,7 +2322,7 @@ def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tupl
         rest = [o for r, o in owns.items() if r != leader[step]] or [{}]
         for phase in own:
             excess.setdefault(phase, []).append(own[phase] - median_low([o.get(phase, 0.0) for o in rest]))
-    above = {phase: median_low(v + [0.0] * (len(steps) - len(v))) for phase, v in excess.items()}
+    above = {phase: median_of_all(us, len(steps)) for phase, us in excess.items()}
     phase = max(above, key=above.__getitem__, default=track.kind)
     excess_us = above.get(phase, 0.0)
     return judge.name_of(phase), excess_us, excess_us / (sum(v for v in above.values() if v > 0) or 1.0)
@@ -2406,7 +2415,7 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
                 seen.setdefault(phase, []).append(us)
         part = len(track.steps) / num_steps
         for phase, values in list(seen.items()):
-            us = median_low(values + [0.0] * (len(chosen) - len(values))) * part
+            us = median_of_all(values, len(chosen)) * part
             del seen[phase]
             ratio = BOUND_RATIO if BESIDES.search(phase) else ODD_RATIO
             is_meant = phase in meeting or COMPUTE.search(phase) and not BESIDES.search(phase)
@@ -2865,8 +2874,7 @@ def of_ranks(fates: Sequence[Fate]) -> str:
 
 def meeting_order(f: Fate) -> Iterator[Tuple[int, str]]:
     """(step, kind) of a rank's meetings in order, the one that it is in included."""
-    kinds = [zip(rows.with_work(), repeat(plain_name(kind))) for (kind, _), rows in f.p.rows.items()
-             if kind != "" and kind not in f.p.soft]
+    kinds = [zip(rows.with_work(), repeat(plain_name(kind))) for kind, rows in f.p.meeting_rows()]
     for (_, step, _, _), kind in heapq.merge(*kinds, key=lambda row: row[0][0]):
         yield step, kind
     if f.arrived:
@@ -3083,11 +3091,10 @@ def wall_minus_monotonic(p: Process) -> int:
 def release_times(p: Process) -> Dict[tuple, int]:
     """{(kind, step, number in the step): end} of the meetings at which every rank waits for every other."""
     found, number = {}, Counter()
-    for (kind, _), rows in p.rows.items():
-        if kind != "" and kind not in p.soft:
-            for end, step, _, _ in rows.with_work():
-                found[kind, step, number[kind, step]] = end
-                number[kind, step] += 1
+    for kind, rows in p.meeting_rows():
+        for end, step, _, _ in rows.with_work():
+            found[kind, step, number[kind, step]] = end
+            number[kind, step] += 1
     return found
 
 
