@@ -2793,7 +2793,8 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     evidence += silent_workers(head, newest)
     evidence += [f"stack: {' < '.join(head.p.last_stack()[:3])}"] if head.p.last_stack() else []
     return stop_finding("stall", culprits, head.phase(), head.step(),
-                        "high" if waiting or quiet else "medium", evidence, "look at the stack of that rank (open spans, below)"
+                        "high" if waiting or quiet else "medium", evidence,
+                        "look at the stack of that rank (open spans, below)"
                         if head.p.last_stack() else f"take its stack: kill -USR1 "
                         f"{head.p.header.get('pid')} on {head.p.header.get('host')}", stalled_us / 1e6)
 
