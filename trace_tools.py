@@ -489,6 +489,9 @@ class StepRange:
         self.first, self.last = first, last
         self.everything = first is None and last is None
 
+    def __str__(self) -> str:
+        return ":".join("" if end is None else str(end) for end in (self.first, self.last))
+
     def __contains__(self, step: Optional[int]) -> bool:
         return self.everything or (step is not None and step >= 0
                                    and (self.first is None or step >= self.first)
@@ -530,6 +533,15 @@ class Stream:
         top = self.stack[-1] if self.stack else None
         self.key = "" if top is None else (
             top["name"] if self.apart is None or self.apart is top else (self.apart["name"], top["name"]))
+
+
+class Moment(NamedTuple):
+    """Where a process stands, or stood when the exception was raised that ended it."""
+
+    stack: List[dict]  # begin records of the open spans, innermost last
+    mark: Optional[int]  # its last progress
+    arrivals: int
+    longest_us: Optional[float]  # that the innermost span had ever taken before
 
 
 class Process:
@@ -714,6 +726,8 @@ class Process:
             entry = self.take_out(stream, r)
             if entry is None:
                 return
+        if "err" in r or "err" in entry:
+            self.note_error(stream, entry, r)
         if "sync" in entry and stream is self.main:
             # A meeting of ranks is over: what came after `ready`, or all of it, was waiting (and the
             # transfer).
@@ -727,8 +741,6 @@ class Process:
         phase = self.phases.get(name) or self.phase(name)
         phase.fresh.append(r["dur"] if "dur" in r else ts - entry["ts"])
         phase.fresh_steps.append(entry.get("step", -1))
-        if "err" in r or "err" in entry:
-            self.note_error(entry, r)
         if self.sink is not None:
             self.sink.end(stream, entry, r)
 
@@ -874,12 +886,20 @@ class Process:
         if self.sink is not None:
             self.sink.end(stream, entry, {"ts": ts, "lost": True})
 
-    def note_error(self, entry: dict, r: dict) -> None:
+    def moment_in(self, stack: List[dict], mark: Optional[int]) -> Moment:
+        known = self.phases.get(stack[-1]["name"]) if stack else None
+        longest_us = max([known.max_us, *known.fresh]) if known else -1
+        return Moment(stack, mark, self.arrivals, longest_us if longest_us >= 0 else None)
+
+    def note_error(self, stream: Stream, entry: dict, r: dict) -> None:
         """Remember where an exception came from: the innermost span that it ended, not those around it."""
         err = str(r.get("err") or entry.get("err"))
-        if not self.errors or self.errors[-1]["err"] != err:
+        is_new = not self.errors or self.errors[-1]["err"] != err
+        if is_new:
             self.errors.append({"ts": r["ts"], "name": r["name"], "step": entry.get("step"), "err": err})
             del self.errors[5:-5]  # the first and the last ones tell
+        if is_new or not any(entry is other for other in self.errors[-1]["moment"].stack):
+            self.errors[-1]["moment"] = self.moment_in([*stream.stack, entry], stream.mark)
         self.errors[-1]["last_ts"] = r["ts"]
 
     def told(self, instant: str) -> Dict[str, Any]:
@@ -921,6 +941,12 @@ class Process:
                     self.wait_us if "sync" in stream.stack[-1] else self.own_us)
                 totals[stream.key] = totals.get(stream.key, 0) + lasted_us
         self.stacks = StackFile(self.base, self.told("stacks"))
+        # On an exception's way out all spans end: what counts is where it was raised.
+        error = self.errors[-1] if self.errors and not self.ended_in_order() else None
+        is_last = error is not None and (error["last_ts"] == self.main.mark or str(
+            self.told("process_end").get("type", "?")) in error["err"])
+        self.moment = origin(self.errors)["moment"] if is_last else self.moment_in(
+            list(self.main.stack), self.main.mark)
         if self.sink is not None:
             self.sink.finish(self)
 
@@ -1354,7 +1380,18 @@ class Run:
                 process.pattern = self.processes[-1].pattern if self.processes else None
                 process.read(lambda records: progress(number, records))
                 self.add(process)
+        self.check_steps()
         return self
+
+    def check_steps(self) -> None:
+        """Raises Refusal when no process has any of the steps that were asked for."""
+        ranges = [(p.first_step, p.last_step) for p in self.processes if p.last_step is not None]
+        if self.steps.everything or any((self.steps.last is None or first <= self.steps.last)
+                                        and (self.steps.first is None or last >= self.steps.first)
+                                        for first, last in ranges):
+            return
+        there = f"there are {min(ranges)[0]} to {max(last for _, last in ranges)}" if ranges else "there are none"
+        raise Refusal(f"no steps {self.steps} in this trace; {there}")
 
     def add(self, process: Process) -> None:
         """Merge the phases of a process into the run's, and drop what is only needed for that."""
@@ -1402,6 +1439,10 @@ def progress_line(num_files: int):
 
 BEATS_MISSED = 3  # a process that owes so many heartbeats is no longer there
 GONE_US, GONE_WITHOUT_US = 30e6, 60e6  # the least silence, with and without heartbeats
+INTERRUPTED = re.compile(r"(KeyboardInterrupt|SystemExit)\b")
+SIGNAL_CODES = {129, 130, 143}  # of an exit after SIGHUP, SIGINT, SIGTERM
+# Long before that: a stall so long, so many median steps, so many times the longest span of this name.
+ABSURD_US, ABSURD_STEPS, ABSURD_RATIO = 5e6, 50, 2
 STALL_S, STALL_STEPS = 120, 20  # without progress for so long (the header may tell another), so many steps
 
 
@@ -1412,8 +1453,9 @@ def is_alive(p: Process, now_us: float) -> bool:
     return not is_gone(p, now_us)
 
 
-def is_gone(p: Process, now_us: float) -> bool:
-    """The process is no longer there: asked of this machine when it ran here, else of its heartbeats."""
+def is_gone(p: Process, now_us: float, is_suspect: bool = False) -> bool:
+    """The process is no longer there: asked of this machine when it ran here, else of its heartbeats. A suspect
+    is one of a run in which others have lost a rank: then its silence need not be long."""
     if p.last_ts is None:
         return True
     beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
@@ -1421,11 +1463,23 @@ def is_gone(p: Process, now_us: float) -> bool:
     pid = p.header.get("pid")
     if pid and p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id():
         is_there = os.path.exists(f"/proc/{pid}")
-        if quiet_us > beat_us and not is_there:
+        if (is_suspect or quiet_us > beat_us) and not is_there:
             return True
         if is_there and quiet_us < 86_400e6 and began_after(p):
             return False
-    return quiet_us > (max(BEATS_MISSED * beat_us, GONE_US) if beat_us else GONE_WITHOUT_US)
+    return quiet_us > silence_us(p)
+
+
+def silence_us(p: Process) -> float:
+    """So long a silence is the end of a process."""
+    beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
+    return max(BEATS_MISSED * beat_us, GONE_US) if beat_us else GONE_WITHOUT_US
+
+
+def is_seen(p: Process) -> bool:
+    """The process is there, on this machine."""
+    return (p.header.get("host") == os.uname().nodename and p.header.get("boot_id") == boot_id()
+            and os.path.exists(f"/proc/{p.header.get('pid')}") and began_after(p))
 
 
 def boot_id() -> Optional[str]:
@@ -1444,6 +1498,16 @@ def began_after(p: Process) -> bool:
         return False
 
 
+def interruption(p: Process) -> Optional[str]:
+    """What ended a process from outside though it looks like an exception: Ctrl-C, a handler's sys.exit."""
+    args, how = p.told("process_end"), p.how()
+    if how == "exit":
+        return f"exit code {args.get('code')}" if args.get("code") in SIGNAL_CODES else None
+    err = p.errors[-1]["err"] if how is None and p.errors and p.errors[-1]["last_ts"] == p.main.mark else ""
+    match = INTERRUPTED.match(str(args.get("type")) if how == "exception" else err)
+    return {"KeyboardInterrupt": "Ctrl-C (KeyboardInterrupt)"}.get(match[0], match[0]) if match else None
+
+
 def is_over(p: Process) -> bool:
     """It told its end; or its format (torchtitan's) never tells one, and it is in no span."""
     return "process_end" in p.instants or (p.header.get("tells_end") is False and not p.main.stack)
@@ -1454,6 +1518,16 @@ def stall_limit_us(p: Process) -> float:
     took_us = (p.main.mark or 0) - (p.first_ts or 0)
     step_us = took_us / (p.num_steps() or math.inf)
     return max(1e6 * (p.header.get("stall_timeout_s") or STALL_S), STALL_STEPS * step_us)
+
+
+def absurd_us(p: Process) -> float:
+    """How long without progress is absurd for this run, long before the stall time-out; infinite where it is
+    not known what is usual: at the start, in what is set apart, in a span that has never ended."""
+    stack, longest_us = p.moment.stack, p.moment.longest_us
+    if longest_us is None or p.num_steps() < FEW_MEETINGS or any(is_apart(e["name"]) for e in stack):
+        return math.inf
+    step_us = (p.own_a_step.quantile_us(0.5) or 0) + (p.wait_a_step.quantile_us(0.5) or 0)
+    return max(ABSURD_US, ABSURD_STEPS * step_us, ABSURD_RATIO * longest_us)
 
 
 # ---- The numbers -------------------------------------------------------------------------------------------
@@ -1476,6 +1550,8 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
         culprits = set(findings[0]["ranks"])
         states.update((id(p), "stalled" if p.rank in culprits else "waiting") for p in mains
                       if p.rank in culprits or states[id(p)] == "stalled")
+    if findings[0]["kind"] == "killed" and findings[0]["confidence"] != "low":
+        states.update((id(p), "killed") for p in mains if p.rank in findings[0]["ranks"])
     ranks = [rank_numbers(p, states[id(p)]) for p in mains]
     there = {p.rank for p in mains}
     missing = [rank for rank in run.expected if rank not in there]
@@ -1505,7 +1581,7 @@ def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
     return {
         "rank": p.rank, "host": p.header.get("host"), "pid": p.header.get("pid"),
         "source": p.header.get("source"), "last_step": p.last_step,
-        "last_phase": p.main.stack[-1]["name"] if p.main.stack else p.last_phase,
+        "last_phase": p.moment.stack[-1]["name"] if p.moment.stack else p.last_phase,
         "state": state, "last_ts": p.last_ts, "num_steps": p.num_steps(),
         "own_us": sum(p.own_us.values()), "wait_us": sum(p.wait_us.values()),
         "step_own_us": p.own_a_step.quantile_us(0.5), "step_wait_us": p.wait_a_step.quantile_us(0.5),
@@ -1514,7 +1590,8 @@ def rank_numbers(p: Process, state: str) -> Dict[str, Any]:
 
 def errors_of(p: Process) -> List[Dict[str, Any]]:
     """The exceptions that ended spans, where they came from; of the process's last one, the frames."""
-    errors = [dict(error, rank=p.rank, frames=[]) for error in p.errors]
+    errors = [{**{k: v for k, v in error.items() if k != "moment"}, "rank": p.rank, "frames": []}
+              for error in p.errors]
     args = p.told("process_end")
     if args.get("how") == "exception" and args.get("type"):
         end = p.instants["process_end"]
@@ -1536,6 +1613,8 @@ def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
     how = p.how()
     if p.ended_in_order():
         return "ended"
+    if interruption(p) and not is_alive(p, now_us):
+        return "terminated"
     # An exception went through the outermost span, and nothing began after it.
     if how in ("exception", "exit") or (
             p.errors and p.errors[-1]["last_ts"] == p.main.mark and not is_alive(p, now_us)):
@@ -1636,6 +1715,7 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
 
 # Every rule has a ratio and a floor in microseconds; ratios are of a step unless the comment says otherwise.
 NOISE_US = 20.0  # no machine is quieter
+WAITING_RATIO = 0.1  # of all steps, for the last rank: worth a word, though nobody is to blame
 COST_RATIO = 0.03  # of the time of all steps: what a straggler or bursts cost at least
 MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
 MEMBER_RATIO = 0.5  # of the most meetings of a rank: ranks with fewer are not compared
@@ -1661,6 +1741,7 @@ OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: abov
 LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the usual one of its outliers
 PERIODIC = 3, COST_RATIO, 0.2  # outliers, of all steps' time, of all outliers' loss
 IRREGULAR = 5, 2 * COST_RATIO, 0.6  # noise has no period
+OFTEN_RATIO, MOST_RATIO = 0.24, 0.8  # of all meetings, of all loss: more than now and then, a straggler
 BURST_MOST = 0.5  # of a burst's cost: the largest one, else it is a spike
 PERIOD_SLACK, PERIOD_RATIO = 0.1, 0.8  # of the period; of the gaps
 SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # steps long, so long, so much of the run
@@ -1685,6 +1766,7 @@ SURE_CORRELATION, SURE_SLOPES = -0.6, (0.5, 1.5)  # of an unmarked phase with th
 SURE_VARIANCE_US2 = 1e5  # of that rest: with less, nothing can be told
 
 # Who stopped (how long is long: "What became of a process")
+BESIDE_PERCENT, BESIDE_STEPS = 5.0, 50  # what slows a run down is told beside its end from so much, so many
 TOGETHER_US = 3e6  # ranks that stopped within so much stopped at once
 RAISED_US = 100_000  # errors on the way out of an exception follow each other within so much
 SAME_ORDER = 200  # meetings before a desync that tell what was to come
@@ -2220,7 +2302,9 @@ def few_fast(columns: Sequence[Sequence[float]], floor_us: float) -> List[int]:
 
 
 def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[Late]]]:
-    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them.
+    """("burst", late now and then), ("spike", late once): meetings far above the usual, by who led them. One
+    rank that is late at many meetings, and has nearly all that waiting costs, is a "straggler": every other
+    batch of two loader workers is late when all items are slow.
 
     An outlier's loss is above the usual by OUTLIER_MADS of noise, and at least OUTLIER_RATIO of a step and
     OUTLIER_US. Bursts: PERIODIC or IRREGULAR. Spikes: SPIKE_STEPS, SPIKE_US, SPIKE_RATIO of the run.
@@ -2250,7 +2334,8 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
                     and max(column[i] for i in own) < BURST_MOST * cost):
                 at = set(own)
                 cuts = [us if i in at else 0.0 for i, us in enumerate(column)]
-                found.append(("burst", Late(judge, track, rank, cuts)))
+                is_usual = len(own) >= OFTEN_RATIO * len(loss) and cost >= MOST_RATIO * sum(loss)
+                found.append(("straggler" if is_usual else "burst", Late(judge, track, rank, cuts)))
                 continue
             for i in sorted(spikes, key=lambda i: -column[i])[:3]:
                 if column[i] >= SPIKE_RATIO * judge.total_us:
@@ -2543,8 +2628,10 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     part = lost[phase] / (sum(lost.values()) or 1)
     meeting = plain_name(head.track.kind)
     text = f"rank {format_ranks(ranks)} " + ("is" if len(ranks) == 1 else "are")
-    period = period_of(head.steps) if kind == "burst" else None
+    period = None if head.z else period_of(head.steps)
     often = {"burst": f"{len(head.steps):,} times" + (f", every {period} steps" if period else ""),
+             "straggler": f"at {len(head.steps):,} meetings" + (
+                 f", every {period} steps, as a loader of {period} workers comes late" if period else ""),
              "spike": f"once, at step {head.steps[0]}"}.get(kind, f"at {len(head.steps):,} meetings")
     evidence = [f"{text} {format_us(head.late_us)} later than the others at {meeting}, {often}"
                 + (f" (z {head.z:.0f})" if head.z else ""),
@@ -2566,7 +2653,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                  f"{head.steps[0]}: the host's log at that time, storage, garbage collection",
     }.get(kind, f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)}{where}: its "
                 "share of the data, its host, what only it does")
-    is_plain = kind != "straggler" or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
+    is_plain = not head.z or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
     confidence = "high" if is_plain and part > PHASE_RATIO else "medium"
     return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice,
                         period)
@@ -2603,7 +2690,7 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     every += [("straggler", group) for group in grouped(judge, rest)]
     now_and_then = sometimes_late(judge, lates)
     slow = {(late.rank, late.phase) for late in lates}  # which is not equally late each time
-    every += [(kind, [late]) for kind, late in now_and_then if kind != "burst"
+    every += [(kind, [late]) for kind, late in now_and_then if kind == "spike"
               or (late.rank, late.phase) not in slow]
     for kind, group in every:
         # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
@@ -2634,16 +2721,21 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
 class Fate:
     """What became of one process, as far as its trace tells, and how far it had come."""
 
-    def __init__(self, run: Run, p: Process, now_us: float, tells: set, ahead_us: float):
+    def __init__(self, run: Run, p: Process, now_us: float, tells: set, ahead_us: float,
+                 is_suspect: bool = False):
         self.run, self.p, self.rank = run, p, p.rank
         self.last_ts = (p.last_ts or 0) - ahead_us  # rank 0's clock
-        self.mark = (p.main.mark or p.first_ts or 0) - ahead_us
+        self.mark = (p.moment.mark or p.first_ts or 0) - ahead_us
+        self.stack, self.quiet_us = p.moment.stack, now_us - (p.last_ts or 0)
         args, how = p.told("process_end"), p.how()
         self.error = None
         self.over = p.ended_in_order() or how is None and is_over(p)
-        self.gone = how is not None or self.over or is_gone(p, now_us)
+        self.gone = how is not None or self.over or is_gone(p, now_us, is_suspect)
+        self.interrupted = interruption(p) if self.gone else None
         last = p.errors[-1] if p.errors else None
-        if how == "exception" or (how == "exit" and not self.over):
+        if self.interrupted:
+            self.over = False
+        elif how == "exception" or (how == "exit" and not self.over):
             text = (f"{args.get('type')}: {args.get('message')}" if how == "exception"
                     else f"sys.exit({args.get('code')!r})")
             self.error = dict(origin(p.errors) or {"name": None, "step": p.last_step},
@@ -2654,32 +2746,35 @@ class Fate:
         if p.stacks.fatal and not self.over and not self.error:
             self.error = {"name": self.phase(), "step": p.last_step, "ts": self.last_ts,
                           "err": p.stacks.fatal}
-        told = how is not None and not self.over and not self.error
+        told = self.interrupted or how is not None and not self.over and not self.error
         self.terminated = not self.error and (told or not self.over and self.gone and (
             "signal" in p.instants or p.stacks.signal_at_death))
         self.silent = self.gone and not (self.over or self.error or self.terminated)
         if self.error:
             self.error["name"] = loop_name(run, self.error["name"])
             self.error["step"] = p.last_step if self.error["step"] is None else self.error["step"]
-        meeting = next((e for e in reversed(p.main.stack) if e.get("sync") is True), None)
+        meeting = next((e for e in reversed(self.stack) if e.get("sync") is True), None)
         self.arrived = meeting is not None and ("ready" in meeting or meeting["name"] not in tells)
         self.meeting = meeting["name"] if meeting else None
-        self.progress = (p.arrivals, self.arrived, self.mark)
+        self.progress = (p.moment.arrivals, self.arrived, self.mark)
 
     def phase(self) -> Optional[str]:
-        return loop_name(self.run, self.p.main.stack[-1]["name"] if self.p.main.stack else self.p.last_phase)
+        return loop_name(self.run, self.stack[-1]["name"] if self.stack else self.p.last_phase)
 
     def step(self) -> Optional[int]:
-        return self.p.main.stack[-1].get("step", self.p.last_step) if self.p.main.stack else self.p.last_step
+        return self.stack[-1].get("step", self.p.last_step) if self.stack else self.p.last_step
 
     def is_victim(self) -> bool:
         return self.error is not None and bool(PEER_ERROR.search(self.error["err"])) and (
             "DataLoader worker" not in self.error["err"])
 
+    def ended_by(self) -> str:
+        return self.interrupted or str(self.p.told("signal").get("signal", "SIGTERM"))
+
     def place(self) -> str:
         """Where it was, in words."""
         phase = self.phase()
-        inside = (f"in {phase}" if self.p.main.stack else f"after {phase}" if phase
+        inside = (f"in {phase}" if self.stack else f"after {phase}" if phase
                   else "before its first span")
         return inside + ("" if self.step() is None else f", step {self.step()}")
 
@@ -2699,9 +2794,11 @@ def origin(errors: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
 def stop_findings(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
     """How the run stands or ended: at most one finding. The first rule that fits is the one that tells."""
     tells = {kind for p in mains for kind, told in p.rows if told}
-    tells |= {e["name"] for p in mains for e in p.main.stack if "ready" in e}
+    tells |= {e["name"] for p in mains for e in p.moment.stack if "ready" in e}
     ahead_us = clocks_ahead(mains)
     fates = [Fate(run, p, now_us, tells, ahead_us.get(p.rank, 0.0)) for p in mains if p.rank is not None]
+    if any(f.is_victim() for f in fates):
+        fates = [Fate(run, f.p, now_us, tells, ahead_us.get(f.rank, 0.0), is_suspect=True) for f in fates]
     present = {f.rank for f in fates}
     missing = [rank for rank in run.expected if rank not in present]
     if all(f.over for f in fates):
@@ -2745,10 +2842,16 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
     here = [f for f in fates if not f.over and not f.error]
     if not here:
         return 0.0
-    until = now_us if any(not f.gone for f in here) else max(f.last_ts for f in here)
+    last = max(f.last_ts for f in here)
+    until = now_us if any(not f.gone for f in here) else last
     newest = max(f.mark for f in here)
-    limit_us = max(stall_limit_us(f.p) for f in here)
-    return until - newest if until - newest >= limit_us else 0.0
+    if until - newest >= max(stall_limit_us(f.p) for f in here):
+        return until - newest
+    # Sooner, when signs of life tell how long it has been, and nobody's end explains it.
+    is_explained = any(f.over or f.error and not f.is_victim() or f.silent and (
+        until > last or last - f.last_ts > 1e6 * (f.p.header.get("heartbeat_s") or 0) + 1e6) for f in fates)
+    busy = [f for f in here if not f.arrived] or here
+    return until - newest if not is_explained and last - newest >= max(absurd_us(f.p) for f in busy) else 0.0
 
 
 def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
@@ -2761,8 +2864,11 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     if missing:
         return missing_ranks("stall", missing, f"the others have waited {for_s}")
     quiet = [f for f in here if f.p.header.get("heartbeat_s") and f.p.beats
-             and newest - f.last_ts > BEATS_MISSED * 1e6 * f.p.header["heartbeat_s"]]
+             and f.p.how() is None and newest - f.last_ts > BEATS_MISSED * 1e6 * f.p.header["heartbeat_s"]]
     waiting = [f for f in here if f.arrived]
+    is_sure = stalled_us >= max(stall_limit_us(f.p) for f in here)
+    then = [] if is_sure else ["no step and no such span of this run has taken so long before"]
+    then += how_it_ended(fates)
     if quiet:
         culprits = least(quiet)
         held = culprits[0].p.stacks.last and not culprits[0].p.stacks.signal_at_death
@@ -2772,16 +2878,20 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     elif len(waiting) == len(here) and len({f.progress[0] for f in here}) == 1:
         first = here[0]
         return stop_finding(
-            "stall", here, first.meeting, first.step(), "medium",
+            "stall", here, first.meeting, first.step(), "medium" if is_sure else "low",
             [f"for {for_s} all {len(here)} ranks have waited in {first.meeting}, step {first.step()}: no "
-             "rank is to blame, the collective itself does not end"],
+             "rank is to blame, the collective itself does not end", *then],
             "NCCL's flight recorder tells which collective: TORCH_NCCL_TRACE_BUFFER_SIZE=2000 "
             "TORCH_NCCL_DUMP_ON_TIMEOUT=1; check the network between the hosts", stalled_us / 1e6)
     else:
         culprits = least(here)
         if len(culprits) == len(here) and not waiting and is_apart(culprits[0].phase()):
             return None  # all ranks take long over something that may take long
+        late_us = newest - culprits[0].last_ts
         evidence = ["its heartbeats go on: it is alive" if culprits[0].p.beats else "it writes nothing more"]
+        if late_us > 1e6 * (culprits[0].p.header.get("heartbeat_s") or math.inf) + 1e6 and not how_it_ended(fates):
+            evidence = [f"its heartbeats are late, the last {format_us(late_us)} before the others': killed or "
+                        f"frozen; look again in {format_us(until_gone_us(culprits[0]))}"]
     head = culprits[0]
     evidence.insert(0, f"{of_ranks(culprits)} has been {head.place()} for {for_s}, nothing else happens")
     others = [f for f in here if f not in culprits]
@@ -2791,12 +2901,28 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     done = [f for f in fates if f.over]
     evidence += [f"{of_ranks(done)} had ended"] if done else []
     evidence += silent_workers(head, newest)
-    evidence += [f"stack: {' < '.join(head.p.last_stack()[:3])}"] if head.p.last_stack() else []
-    return stop_finding("stall", culprits, head.phase(), head.step(),
-                        "high" if waiting or quiet else "medium", evidence,
-                        "look at the stack of that rank (open spans, below)"
-                        if head.p.last_stack() else f"take its stack: kill -USR1 "
-                        f"{head.p.header.get('pid')} on {head.p.header.get('host')}", stalled_us / 1e6)
+    evidence += then
+    # An interruption is raised where it hung: its frames are as good as a stack.
+    stack = head.p.last_stack() or [str(frame) for frame in head.p.told("process_end").get("frames") or []]
+    evidence += [f"stack: {' < '.join(stack[:3])}"] if stack else []
+    sure = ("high" if is_sure else "medium") if waiting or quiet else "medium" if is_sure else "low"
+    usr1 = f"kill -USR1 {head.p.header.get('pid')} on {head.p.header.get('host')}"
+    return stop_finding("stall", culprits, head.phase(), head.step(), sure, evidence,
+                        "look at the stack of that rank (open spans, below)" if stack and head.p.main.stack else
+                        "look at that stack" if stack else
+                        f"it left no stack: next time, {usr1} before it is ended" if head.gone else
+                        f"take its stack: {usr1}", stalled_us / 1e6)
+
+
+def how_it_ended(fates: Sequence[Fate]) -> List[str]:
+    """What ended ranks that already stood still, in words."""
+    ways: Dict[str, List[Fate]] = {}
+    for f in fates:
+        if f.terminated:
+            ways.setdefault(f"was then ended by {f.ended_by()}", []).append(f)
+        elif f.error:
+            ways.setdefault(f"then failed ({printable(in_one_line(f.error['err']), 100)})", []).append(f)
+    return [f"{of_ranks(some_fates)} {way}" for way, some_fates in ways.items()]
 
 
 def silent_workers(head: Fate, newest: float) -> List[str]:
@@ -2878,7 +3004,7 @@ def meeting_order(f: Fate) -> Iterator[Tuple[int, str]]:
     kinds = [zip(rows.with_work(), repeat(plain_name(kind))) for kind, rows in f.p.meeting_rows()]
     for (_, step, _, _), kind in heapq.merge(*kinds, key=lambda row: row[0][0]):
         yield step, kind
-    if f.arrived:
+    if f.arrived and f.p.main.stack:
         yield f.p.main.stack[-1].get("step", -1), f.meeting
 
 
@@ -2889,7 +3015,7 @@ def mismatch(fates: Sequence[Fate]) -> Optional[Dict[str, Any]]:
         return None
     first = min(told, key=lambda f: f.error["ts"])
     return stop_finding("desync", told, first.error["name"], first.error["step"], "low",
-                        [f"rank {f.rank}: {f.error['err'][:200]}" for f in told[:3]],
+                        [f"rank {f.rank}: {in_one_line(f.error['err'])[:200]}" for f in told[:3]],
                         "a collective was called with other shapes or in another order on some rank: "
                         "TORCH_DISTRIBUTED_DEBUG=DETAIL names it")
 
@@ -2903,7 +3029,7 @@ def crash(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     alike = [f for f in own if f.error["err"].split(":")[0] == first.error["err"].split(":")[0]
              and f.error["step"] == first.error["step"]]
     culprits = alike if len(alike) == len(fates) else [first]
-    error, text = first.error, printable(first.error["err"], 300)
+    error, text = first.error, printable(in_one_line(first.error["err"]), 300)
     evidence = [f"{of_ranks(culprits)}, {error['name'] or 'outside of its spans'}"
                 + (f", step {error['step']}" if error["step"] is not None else "") + f": {text}"]
     return stop_finding("crash", culprits, error["name"] or first.phase(), error["step"], "high",
@@ -2918,7 +3044,7 @@ def victims(fates: Sequence[Fate], culprits: Sequence[Fate]) -> List[str]:
     ended_by = [f for f in fates if f not in culprits and f.terminated]
     lines = []
     if told:
-        lines.append(f"victims: {of_ranks(told)} ({printable(told[0].error['err'], 100)})")
+        lines.append(f"victims: {of_ranks(told)} ({printable(in_one_line(told[0].error['err']), 100)})")
     if ended_by:
         lines.append(f"victims: {of_ranks(ended_by)}, ended by SIGTERM {ended_by[0].place()}")
     return lines
@@ -2979,6 +3105,24 @@ def left_early(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> 
                         "(drop_last, DistributedSampler), or a condition that ends one rank's loop")
 
 
+def until_gone_us(f: Fate) -> float:
+    """How long it takes until missing heartbeats tell that a process is gone."""
+    return max(silence_us(f.p) - f.quiet_us, 1e6)
+
+
+def not_yet_gone(told: Sequence[Fate], culprits: Sequence[Fate]) -> Dict[str, Any]:
+    """Ranks lost another one, and the one that has come least far is silent, but not for long yet."""
+    head = culprits[0]
+    beat_s = head.p.header.get("heartbeat_s") or 0
+    is_late = beat_s and head.quiet_us > 1.5e6 * beat_s
+    return stop_finding(
+        "killed", culprits, head.phase(), head.step(), "medium" if is_late else "low",
+        [f"{of_ranks(told)} lost another rank ({printable(in_one_line(told[0].error['err']), 100)})",
+         f"{of_ranks(culprits)} has come least far, {head.place()}; its last sign of life is "
+         f"{format_us(head.quiet_us)} old" + (f", though its heartbeats come every {beat_s:g} s" if is_late else "")],
+        f"look again in {format_us(until_gone_us(head))}: by then it is known whether it is gone")
+
+
 def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
     """No rank is to blame: ended from outside, only victims left, or everything at once."""
     gone = [f for f in fates if f.gone and not f.over]
@@ -2988,16 +3132,22 @@ def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     where = Counter(f.place() for f in gone).most_common(1)[0][0]
     terminated = [f for f in gone if f.terminated]
     errors = [f for f in gone if f.error]
-    if errors:
+    if errors and not any(f.interrupted for f in gone):
+        there = [f for f in fates if not f.gone and not is_seen(f.p)]
+        if there:
+            return not_yet_gone(errors, least(there))
         free = [f for f in gone if not f.error and not f.terminated] or least(gone)
         return stop_finding("crash", free[:1], head.phase(), head.step(), "low",
                             ["only news of other ranks' ends is left", *victims(fates, [])],
                             "look at the output of the ranks for the first error; the addresses in these "
                             "messages name the peer")
     if terminated:
+        head = least(terminated)[0]
+        where = Counter(f.place() for f in terminated).most_common(1)[0][0]
+        ways = ", ".join(sorted({f.ended_by() for f in terminated}))
         return stop_finding("terminated", terminated, head.phase(), head.step(), "high",
-                            [f"{len(terminated)} of {len(fates)} ranks got SIGTERM, {where}; none had "
-                             "failed before"],
+                            [f"{len(terminated)} of {len(fates)} ranks got {ways}, {where}; none had failed "
+                             f"before"],
                             "ended from outside: the scheduler's time limit or preemption, or "
                             "somebody's kill")
     return stop_finding("ended_abruptly", gone, head.phase(), head.step(), "medium",
@@ -3014,6 +3164,9 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     stopped = stop_findings(run, mains, now_us)
     judge = Judge(mains, run)
     slow = slow_findings(judge)
+    if stopped and stopped[0]["kind"] != "terminated":
+        # Beside a fault that ended the run, what is small or from a few steps only distracts.
+        slow = [f for f in slow if f["cost_percent"] >= BESIDE_PERCENT and len(judge.steps) >= BESIDE_STEPS]
     if stopped or slow:
         return stopped + slow
     num_steps = len(judge.steps)
@@ -3025,7 +3178,10 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     lost = sum(sum(losses(track.columns())[0]) for track in judge.tracks) / judge.total_us
     return [finding("healthy", [], [], None, judge.steps, "high",
                     [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
-                     "them, no rank more than others"], "nothing to do")]
+                     "them, no rank more than others"], "nothing to do" if lost < WAITING_RATIO else
+                    "no rank is to blame for the waiting: each is the last one now and then, by chance. More work "
+                    "between meetings (larger batches, accumulation) or steadier work (a core for each thread, "
+                    "batches of equal size) makes it less")]
 
 
 # ---- Clocks ------------------------------------------------------------------------------------------------
@@ -3148,6 +3304,15 @@ def printable(text: Any, width: int = 0) -> str:
     """Names come from files: no control characters on the terminal, and not longer than the column."""
     text = "".join(c if c.isprintable() else "?" for c in str(text))
     return text if not width or len(text) <= width else text[:width - 2] + ".."
+
+
+def in_one_line(err: str) -> str:
+    """An exception's text without line breaks. Of one that carries a traceback (a data-loader worker's), the
+    error at its end comes first: what is before it only passes it on."""
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    if any(line.endswith("Traceback (most recent call last):") for line in lines):
+        return f"{lines[-1]} ({lines[0]})"
+    return " ".join(lines)
 
 
 def bullet(text: str, mark: str) -> List[str]:
@@ -3288,7 +3453,7 @@ def render_errors(summary: Dict[str, Any], top: int) -> List[str]:
     errors = sorted(summary["errors"], key=lambda e: e["ts"])
     for e in errors[:top]:
         where = ("" if e["step"] is None else f", step {e['step']}") + (f", {e['name']}" if e["name"] else "")
-        lines.append(printable(f"rank {e['rank']}{where}: {e['err']}", WIDTH - 2))
+        lines.append(printable(f"rank {e['rank']}{where}: {in_one_line(e['err'])}", WIDTH - 2))
         lines += [printable(f"    {frame}", WIDTH - 2) for frame in e["frames"][:3]]
     return lines + and_more(len(errors) - top, "")
 
@@ -3629,6 +3794,8 @@ def parse_steps(text: str) -> StepRange:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r}; wanted A:B, A:, :B or A, such as 100:200")
     first, last, only = (int(g) if g else None for g in match.groups())
+    if first is not None and last is not None and first > last:
+        raise argparse.ArgumentTypeError(f"{text!r}: it ends before it begins; did you mean {last}:{first}?")
     return StepRange(only, only) if only is not None else StepRange(first, last)
 
 
@@ -3665,7 +3832,9 @@ def parse_arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     export_.add_argument("--min-us", type=float, default=0, metavar="N", help="leave shorter spans out")
     export_.add_argument("--gzip", action="store_true", help="write .json.gz, which Perfetto opens as well")
     export_.add_argument("--profiler", action="store_true", help="merge the run's torch.profiler traces")
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.command is None:
         parser.error("a command is missing: summarize or export")
     if arguments.command == "export" and arguments.output is None and (
@@ -3697,7 +3866,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         profiles = sorted(os.path.join(where, name) for where, _, names in os.walk(folder) for name in names
                           if re.search(r"\.json(\.gz)?$", name))
         if not profiles:
-            raise Refusal(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
+            run.warnings.append(f"no torch.profiler traces in {folder} (hook RuntimeProfiler)")
     num_events = export(run, target, arguments.min_us, profiles)
     size = os.path.getsize(target)
     print(f"{target}: {num_events:,} events, {size / 1e6:,.1f} MB; open it at https://ui.perfetto.dev")
