@@ -1390,8 +1390,8 @@ class Run:
                                         and (self.steps.first is None or last >= self.steps.first)
                                         for first, last in ranges):
             return
-        there = f"there are {min(ranges)[0]} to {max(last for _, last in ranges)}" if ranges else "there are none"
-        raise Refusal(f"no steps {self.steps} in this trace; {there}")
+        there = f"{min(ranges)[0]} to {max(last for _, last in ranges)}" if ranges else "none"
+        raise Refusal(f"no steps {self.steps} in this trace; there are {there}")
 
     def add(self, process: Process) -> None:
         """Merge the phases of a process into the run's, and drop what is only needed for that."""
@@ -1454,8 +1454,8 @@ def is_alive(p: Process, now_us: float) -> bool:
 
 
 def is_gone(p: Process, now_us: float, is_suspect: bool = False) -> bool:
-    """The process is no longer there: asked of this machine when it ran here, else of its heartbeats. A suspect
-    is one of a run in which others have lost a rank: then its silence need not be long."""
+    """The process is no longer there: asked of this machine when it ran here, else of its heartbeats.
+    A suspect is one of a run in which others have lost a rank: then its silence need not be long."""
     if p.last_ts is None:
         return True
     beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
@@ -2888,10 +2888,11 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
         if len(culprits) == len(here) and not waiting and is_apart(culprits[0].phase()):
             return None  # all ranks take long over something that may take long
         late_us = newest - culprits[0].last_ts
+        beat_us = 1e6 * (culprits[0].p.header.get("heartbeat_s") or math.inf)
         evidence = ["its heartbeats go on: it is alive" if culprits[0].p.beats else "it writes nothing more"]
-        if late_us > 1e6 * (culprits[0].p.header.get("heartbeat_s") or math.inf) + 1e6 and not how_it_ended(fates):
-            evidence = [f"its heartbeats are late, the last {format_us(late_us)} before the others': killed or "
-                        f"frozen; look again in {format_us(until_gone_us(culprits[0]))}"]
+        if late_us > beat_us + 1e6 and not how_it_ended(fates):
+            evidence = [f"its heartbeats are late, the last {format_us(late_us)} before the others': killed "
+                        f"or frozen; look again in {format_us(until_gone_us(culprits[0]))}"]
     head = culprits[0]
     evidence.insert(0, f"{of_ranks(culprits)} has been {head.place()} for {for_s}, nothing else happens")
     others = [f for f in here if f not in culprits]
@@ -2908,8 +2909,8 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     sure = ("high" if is_sure else "medium") if waiting or quiet else "medium" if is_sure else "low"
     usr1 = f"kill -USR1 {head.p.header.get('pid')} on {head.p.header.get('host')}"
     return stop_finding("stall", culprits, head.phase(), head.step(), sure, evidence,
-                        "look at the stack of that rank (open spans, below)" if stack and head.p.main.stack else
-                        "look at that stack" if stack else
+                        "look at the stack of that rank (open spans, below)" if stack and head.p.main.stack
+                        else "look at that stack" if stack else
                         f"it left no stack: next time, {usr1} before it is ended" if head.gone else
                         f"take its stack: {usr1}", stalled_us / 1e6)
 
@@ -3119,7 +3120,8 @@ def not_yet_gone(told: Sequence[Fate], culprits: Sequence[Fate]) -> Dict[str, An
         "killed", culprits, head.phase(), head.step(), "medium" if is_late else "low",
         [f"{of_ranks(told)} lost another rank ({printable(in_one_line(told[0].error['err']), 100)})",
          f"{of_ranks(culprits)} has come least far, {head.place()}; its last sign of life is "
-         f"{format_us(head.quiet_us)} old" + (f", though its heartbeats come every {beat_s:g} s" if is_late else "")],
+         f"{format_us(head.quiet_us)} old"
+         + (f", though its heartbeats come every {beat_s:g} s" if is_late else "")],
         f"look again in {format_us(until_gone_us(head))}: by then it is known whether it is gone")
 
 
@@ -3179,9 +3181,9 @@ def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, An
     return [finding("healthy", [], [], None, judge.steps, "high",
                     [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
                      "them, no rank more than others"], "nothing to do" if lost < WAITING_RATIO else
-                    "no rank is to blame for the waiting: each is the last one now and then, by chance. More work "
-                    "between meetings (larger batches, accumulation) or steadier work (a core for each thread, "
-                    "batches of equal size) makes it less")]
+                    "no rank is to blame for the waiting: each is the last one now and then, by chance. More "
+                    "work between meetings (larger batches, accumulation) or steadier work (a core for each "
+                    "thread, batches of equal size) makes it less")]
 
 
 # ---- Clocks ------------------------------------------------------------------------------------------------
