@@ -2889,7 +2889,8 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
             return None  # all ranks take long over something that may take long
         late_us = newest - culprits[0].last_ts
         beat_us = 1e6 * (culprits[0].p.header.get("heartbeat_s") or math.inf)
-        evidence = ["its heartbeats go on: it is alive" if culprits[0].p.beats else "it writes nothing more"]
+        alive = "went on: it was alive" if culprits[0].terminated else "go on: it is alive"
+        evidence = [f"its heartbeats {alive}" if culprits[0].p.beats else "it writes nothing more"]
         if late_us > beat_us + 1e6 and not how_it_ended(fates):
             evidence = [f"its heartbeats are late, the last {format_us(late_us)} before the others': killed "
                         f"or frozen; look again in {format_us(until_gone_us(culprits[0]))}"]
@@ -2920,7 +2921,7 @@ def how_it_ended(fates: Sequence[Fate]) -> List[str]:
     ways: Dict[str, List[Fate]] = {}
     for f in fates:
         if f.terminated:
-            ways.setdefault(f"was then ended by {f.ended_by()}", []).append(f)
+            ways.setdefault(f"then ended by {f.ended_by()}", []).append(f)
         elif f.error:
             ways.setdefault(f"then failed ({printable(in_one_line(f.error['err']), 100)})", []).append(f)
     return [f"{of_ranks(some_fates)} {way}" for way, some_fates in ways.items()]
