@@ -3140,7 +3140,7 @@ def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
         if there:
             return not_yet_gone(errors, least(there))
         free = [f for f in gone if not f.error and not f.terminated] or least(gone)
-        return stop_finding("crash", free[:1], head.phase(), head.step(), "low",
+        return stop_finding("crash", free[:1], free[0].phase(), free[0].step(), "low",
                             ["only news of other ranks' ends is left", *victims(fates, [])],
                             "look at the output of the ranks for the first error; the addresses in these "
                             "messages name the peer")

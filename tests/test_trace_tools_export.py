@@ -283,4 +283,4 @@ def test_profiler_traces_on_the_same_clock(tmp_path):
 def test_profiler_traces_that_are_not_there(tmp_path):
     Trace().span("a", 0, 10).end(20).write(tmp_path)
     done = tool("export", tmp_path, "--profiler")
-    assert done.returncode == 1 and "RuntimeProfiler" in done.stderr
+    assert done.returncode == 0 and "RuntimeProfiler" in done.stderr

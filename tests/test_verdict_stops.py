@@ -198,7 +198,7 @@ def test_the_collective_itself(tmp_path):
 def test_not_yet_a_stall(tmp_path):
     broken = Broken(tmp_path).cut(2, "load").cut_others(2)
     for rank in range(4):
-        broken.beat(rank, 60_000_000)
+        broken.beat(rank, 3_000_000, every_us=1_000_000)
     assert broken.verdict(after_s=1.0)[0] == "healthy"
     assert broken.summary["state"] == "running"
 
