@@ -1,6 +1,8 @@
 """What several test files share: running commands with a bound, and real torchrun jobs on loopback."""
 
+import glob
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,3 +36,13 @@ def torchrun(nproc, script, *args, timeout_s=180, env=None, cwd=ROOT, options=()
     """Run script with nproc processes under a real torchrun on this machine (a free port, no other job's)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *options]
     return run([*command, script, *args], timeout_s=timeout_s, env=env, cwd=cwd)
+
+
+def interpreter(minor):
+    """Path of a python3.<minor> that runs: on the PATH, or kept by pyenv; None when there is none."""
+    found = [shutil.which(f"python3.{minor}")]
+    if shutil.which("pyenv"):
+        root = subprocess.run(["pyenv", "root"], capture_output=True, text=True).stdout.strip()
+        found += sorted(glob.glob(f"{root}/versions/3.{minor}.*/bin/python"))
+    works = (path for path in found if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0)
+    return next(works, None)

@@ -2,14 +2,13 @@
 named."""
 
 import gzip
-import os
 import random
 import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, interpreter
 from trace_parts import T0, Trace, dump, export, phase, rank_of, summarize, tool, torchtitan_line, torchtitan_name
 
 import trace_tools
@@ -469,24 +468,11 @@ def test_torchtitans_own_logger(tmp_path):
 # ---- Where it runs
 
 
-def interpreters():
-    names = [f"python3.{minor}" for minor in range(8, 15)]
-    pyenv = os.path.join(os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions")
-    inside = [os.path.join(pyenv, v, "bin", "python")
-              for v in sorted(os.listdir(pyenv))] if os.path.isdir(pyenv) else []
-    found = {}
-    for path in [shutil.which(name) for name in names] + inside:
-        if path and os.access(path, os.X_OK):
-            probe = subprocess.run([path, "-c", "import sys; print(*sys.version_info[:2])"],
-                                   stdout=subprocess.PIPE, text=True)
-            if probe.returncode == 0 and probe.stdout.split() >= ["3"] and tuple(map(int,
-                probe.stdout.split())) >= (3, 8):
-                found.setdefault(probe.stdout, path)
-    return list(found.values())
-
-
-@pytest.mark.parametrize("python", interpreters())
-def test_every_interpreter_that_is_here(tmp_path, python):
+@pytest.mark.parametrize("minor", range(8, 15))
+def test_every_interpreter_that_is_here(tmp_path, minor):
+    python = interpreter(minor)
+    if python is None:
+        pytest.skip(f"no python3.{minor}")
     two_ranks(tmp_path)
     torchtitan_run(tmp_path / "titan")
     expected = summarize(tmp_path / "structured_logs")

@@ -2,14 +2,13 @@
 
 import importlib.util
 import math
-import shutil
 import subprocess
 import sys
 from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, interpreter
 from tracing_parts import all_records, environment, files, only, program, ran, records
 
 sys.path.insert(0, str(ROOT))
@@ -644,18 +643,6 @@ def test_alone_in_a_folder_on_every_python(tmp_path, minor):
     assert [r["ph"] for r in child if r.get("name") == "both" and r["ph"] in "BE"] == ["B", "E"]
     assert only(child, "i", "process_end")[0]["args"] == {"how": "exit", "code": 7}
     assert {p.suffix for p in (tmp_path / "logs").iterdir()} == {".jsonl"}   # no empty files of stacks
-
-
-def interpreter(minor):
-    """python3.<minor>: on the PATH, or an installation that a version manager keeps beside the others."""
-    import glob
-    import os
-    kept = os.path.join(os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions",
-                        f"3.{minor}.*", "bin")
-    for path in [shutil.which(f"python3.{minor}"), *sorted(glob.glob(os.path.join(kept, "python")))]:
-        if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
-            return path
-    return None
 
 
 def test_the_file_imports_nothing_but_the_standard_library():
