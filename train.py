@@ -895,7 +895,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -2276,13 +2276,18 @@ class ReadyMark:
     """Marks, inside a backward span, the moment when this rank's own gradients are done (see tracing.py).
 
     A hook on the loss queues a callback in the autograd engine; the engine runs it after the last gradient
-    and before DDP's own wait for the other ranks. On CUDA the callback only tells when the work was queued:
-    there two events on the current stream bracket the wait, and their times are read steps later, when they
-    have passed.
+    and before DDP's own wait for the other ranks. FSDP makes the same call, but it has no public name: in a
+    torch without it a hook on all parameters serves, which costs more. On CUDA the callback only tells when
+    the work was queued: there two events on the current stream bracket the wait, and their times are read
+    steps later, when they have passed.
     """
 
-    def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, make_event: Callable[[], Any] | None = None) -> None:
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.make_event = make_event  # e.g. partial(torch.cuda.Event, enable_timing=True); None on the CPU
+        engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+        self.queue_callback = getattr(engine, "queue_callback", None)
+        self.fallback: Any = None  # the handle of the hook on all parameters
         self.last_end: Any = None  # event at the end of the backward before
         self.pending: collections.deque = collections.deque()  # (step, events: begin, ready, end)
 
@@ -2295,14 +2300,16 @@ class ReadyMark:
             if self.make_event is not None:
                 events.append(self._record())
 
-        def at_the_beginning_of_backward(grad: Tensor) -> None:
-            Variable._execution_engine.queue_callback(own_gradients_are_done)
-
-        loss.register_hook(at_the_beginning_of_backward)
+        if self.queue_callback is not None:
+            loss.register_hook(lambda gradient: self.queue_callback(own_gradients_are_done))
+        else:
+            self.fallback = register_multi_grad_hook(self.parameters, lambda gradients: own_gradients_are_done())
         return events
 
     def backward_returned(self, events: list, step: int) -> None:
         """After loss.backward(): on CUDA, the end event; and what earlier events have become readable."""
+        if self.fallback is not None:
+            self.fallback.remove()
         if self.make_event is None:
             return
         self.last_end = self._record()
@@ -2543,7 +2550,8 @@ class Trainer:
 
         # What watches: marks in the trace, metrics, hooks.
         on_cuda = world.device.type == "cuda"
-        self.ready_mark = ReadyMark(partial(torch.cuda.Event, enable_timing=True) if on_cuda else None)
+        make_event = partial(torch.cuda.Event, enable_timing=True) if on_cuda else None
+        self.ready_mark = ReadyMark(self.model, make_event)
         self.metrics = MetricLog(self.open_writer(), self.start.attempt)
         self.metrics.epoch_sums.update(saved["epoch_sums"] if saved else {})
         self.stopper.writer = self.metrics.writer

@@ -79,11 +79,13 @@ class Slow(torch.autograd.Function):
 dist.init_process_group("gloo")
 init_structured_logger("training", {out!r})
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
-mark = train.ReadyMark(Event)
+mark = train.ReadyMark(model, Event)
+if {fallback}:
+    mark.queue_callback = None
 for step in range(1, 21):
     set_step(step)
     with log_trace_span("backward", sync=True) as span:
-        loss = model(Slow.apply(torch.ones(2, 4, requires_grad=True))).square().mean()
+        loss = Slow.apply(model(torch.ones(2, 4))).square().mean()
         events = mark.watch(loss, span)
         loss.backward()
         mark.backward_returned(events, step)
@@ -94,9 +96,11 @@ dist.destroy_process_group()
 """
 
 
-def test_device_times_are_read_later_and_belong_to_their_step(tmp_path):
+@pytest.mark.parametrize("fallback", [False, True])
+def test_device_times_are_read_later_and_belong_to_their_step(tmp_path, fallback):
+    """Also in a torch whose engine takes no callbacks."""
     script = tmp_path / "loop.py"
-    script.write_text(EVENTS.format(root=str(ROOT), out=str(tmp_path / "logs")))
+    script.write_text(EVENTS.format(root=str(ROOT), out=str(tmp_path / "logs"), fallback=fallback))
     done = torchrun(2, script)
     assert done.returncode == 0, done.stderr
     scalars = {}
