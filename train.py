@@ -2303,7 +2303,7 @@ class ReadyMark:
         if self.queue_callback is not None:
             loss.register_hook(lambda gradient: self.queue_callback(own_gradients_are_done))
         else:
-            self.fallback = register_multi_grad_hook(self.parameters, lambda gradients: own_gradients_are_done())
+            self.fallback = register_multi_grad_hook(self.parameters, lambda _: own_gradients_are_done())
         return events
 
     def backward_returned(self, events: list, step: int) -> None:
