@@ -19,7 +19,7 @@ from conftest import ROOT, torchrun
 from test_trace_tools import torchtitan_run
 from trace_parts import T0, Trace, tool
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.long
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
