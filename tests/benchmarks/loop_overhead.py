@@ -58,7 +58,9 @@ class Mlp(nn.Module):
 def bare_loop(width: int):
     """A hand-written DDP loop: data, forward, backward, step, and a loss printed every 10 steps to nowhere."""
     model = DistributedDataParallel(Mlp(width))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2]},
+              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # as train.py's
+    optimizer = torch.optim.AdamW(groups, lr=1e-4)
     data = Points(width)
     loader = DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data), drop_last=True)
     batches = iter(loader)

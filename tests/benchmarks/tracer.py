@@ -213,13 +213,13 @@ def compare(num_rounds):
 
 def bytes_a_span(folder):
     """Bytes that the begin and the end of a span without args, task and thread take in tracing.py's file."""
-    for path in Path(folder).rglob("bench.rank*.jsonl"):
-        sizes = {}
+    sizes = {}
+    for path in Path(folder).rglob("bench.rank*.jsonl*"):  # rotated parts too: each has some of the cases
         for line in path.read_text().splitlines():
             record = json.loads(line)
             if record["ph"] in "BE" and record["name"] == "forward" and not {"tid", "args"} & set(record):
                 sizes[record["ph"]] = len(line) + 1
-        return sum(sizes.values())
+    return sum(sizes.values())
 
 
 def print_spans(num_rounds):
