@@ -47,7 +47,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import lru_cache
 from itertools import chain, repeat, takewhile
-from operator import add, le, ne, sub
+from operator import add, le, ne, neg, sub
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 BLOCK_BYTES = 1 << 19  # of a file, parsed in one go; records may be out of order by as much
@@ -1724,14 +1724,14 @@ WARM_UP_RATIO, WARM_UP_PART = 1.5, 5  # over the usual step; a fifth of the step
 
 # A straggler
 LATE_US, LATE_RATIO = 1000, 0.03  # its median lateness, at least
-MIN_Z = 6.0  # standard errors that a median lateness is above zero
+MIN_Z, MIN_SIGN_Z = 6.0, 4.0  # standard errors that a median lateness is above zero; by signs alone
 BLOCKS, BLOCK_RATIO = 6, 0.3  # parts of the run, in each of which it is so much of its median late
 PLAIN_US, PLAIN_RATIO = 2 * LATE_US, 0.1  # its lateness where meetings are few, or for a part of the run
 FEW_RATIO, FEW_PART_RATIO, FEW_TIMES = 0.15, 0.4, 0.9  # where meetings are few, and at so many of them
 PART_MEETINGS = 1.5 * FEW_MEETINGS  # the shortest part of the run
 PART_QUANTILES = (0.9, 0.97, 0.99)  # of lateness, at which a stretch is looked for: it may be short
 WHOLE_RATIO, NEARLY_RATIO = 0.93, 0.8  # of the meetings: the whole run, and all but its ends
-STRETCH_RATIO = 4.0  # of a part of the run, over the latest stretches that noise makes
+STRETCH_RATIO, NOISE_RANKS = 6.0, 32  # over the latest stretches that noise makes; on so many ranks
 FAST_GAP, FAST_RATIO, FAST_SPREAD = 4.0, 0.1, 3  # few fast ranks: floors, of their work; over the spread
 ALIKE_RATIO, ALIKE_STEPS, ALIKE_PART = 0.6, 3, 0.1  # one finding: lateness; begin, in steps or of all
 HOST_RATIO, HOSTS_ALIKE = 0.4, (0.6, 1.7)  # least over most late rank of a host; between hosts
@@ -1741,14 +1741,16 @@ OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: abov
 LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the usual one of its outliers
 PERIODIC = 3, COST_RATIO, 0.2  # outliers, of all steps' time, of all outliers' loss
 IRREGULAR = 5, 2 * COST_RATIO, 0.6  # noise has no period
+REGULAR = 6  # times, to be told from a rank's own noise
 OFTEN_RATIO, MOST_RATIO = 0.24, 0.8  # of all meetings, of all loss: more than now and then, a straggler
 BURST_MOST = 0.5  # of a burst's cost: the largest one, else it is a spike
-PERIOD_SLACK, PERIOD_RATIO = 0.1, 0.8  # of the period; of the gaps
+PERIOD_SLACK, PERIOD_RATIO, GRIDS = 0.1, 0.8, 9  # of the period; of gaps or steps; first steps that are tried
+RARE_RATIO = 2.0  # steps for one of those whose meeting a rank is always late at
 SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # steps long, so long, so much of the run
 
 # Lateness that moves from rank to rank
-MOVING_RATIO, MOVING_US = 0.1, 2000
-ALONE_RATIO = 0.4  # the last rank's lead over the next, of its lead over the median: noise has less
+MOVING_RATIO, CROWD_RATIO, MOVING_US = 0.1, 0.17, 2000  # the last rank stands alone; is one of many
+ALONE_RATIO = 0.45  # the last rank's lead over the next, of its lead over the median: noise has less
 MOVING_SHARE, MOVING_ALL = 0.5, 0.8  # of an equal share: ranks that are named; of the ranks: name all
 MOVING_MOST, MOVING_PHASE = 0.75, 0.6  # of the cost: one rank's at most, one phase's at least
 
@@ -1832,6 +1834,12 @@ class Meetings:
         return [self.work[rank] for rank in sorted(self.work)]
 
 
+def rows_in_order(p: Process) -> Iterator[Tuple[tuple, Any]]:
+    """((end, step, wait_us, {phase: own_us}), kind) of what a process did up to each meeting or step's end."""
+    kinds = [zip(rows.with_phases(), repeat(kind)) for (kind, _), rows in p.rows.items()]
+    return heapq.merge(*kinds, key=lambda row: row[0][0])
+
+
 def meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tuple[tuple, Dict[str, float], float]]:
     """((kind, step, number in the step), {phase: own_us} since the last meeting, wait_us) of a process, in
     order.
@@ -1839,10 +1847,9 @@ def meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tuple[tuple, Dic
     Where nothing is marked (wait_phase is not None) a step counts as one meeting, and that phase as its
     waiting.
     """
-    kinds = [zip(rows.with_phases(), repeat(kind)) for (kind, _), rows in p.rows.items()]
     own: Dict[str, float] = {}
     at, number, wait_us = None, Counter(), 0.0
-    for (_, step, row_wait_us, phases), kind in heapq.merge(*kinds, key=lambda row: row[0][0]):
+    for (_, step, row_wait_us, phases), kind in rows_in_order(p):
         if step != at:
             if wait_phase is not None and own and at is not None and at >= 0:
                 yield (wait_phase, at, 0), own, wait_us
@@ -2055,8 +2062,8 @@ def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optiona
 
 def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
                   is_part: bool) -> Optional[Tuple[float, float]]:
-    """(median lateness, z) when a rank is late all along: z = median sqrt(n) / (1.2533 noise), and in every
-    block.
+    """(median lateness, z) when a rank is late all along: z = median sqrt(n) / (1.2533 noise); at so many
+    meetings that their signs tell it, too; and in every block.
 
     Slow noise (another job on the machine) is told by six blocks in a row, each at least half as late as it
     must be and a third as late as usual. Few meetings, or only a part of the run, need a plain
@@ -2067,7 +2074,9 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
         return None
     middle = median_low(late)
     z = middle * math.sqrt(n) / (1.2533 * noise_of(late, middle))
-    if z < MIN_Z:
+    # A rank that is late and early in turn has two usual values, and little noise around the one.
+    low = sorted(late)[max(int(n / 2 - MIN_SIGN_Z * math.sqrt(n) / 2), 0)]
+    if z < MIN_Z or low <= 0:
         return None
     if n < MIN_MEETINGS or is_part:
         floor_us = max(floor_us, PLAIN_RATIO * step_us, PLAIN_US)
@@ -2168,6 +2177,22 @@ class Judge:
             known["device"] = median_low(late) - sum(v for v in known.values() if v > 0)
         return sorted(((us, phase) for phase, us in known.items()), reverse=True)
 
+    def steps_of_work(self, late: "Late") -> List[int]:
+        """The steps in which a rank did what made it late at some meetings: what follows the meeting of one
+        step, such as the optimizer's work, is late at that of the next."""
+        wanted = set(late.steps)
+        if self.wait_phase is not None or self.on_device or not late.excess:
+            return late.steps
+        phase, found, most = late.excess[0][1], set(), (0.0, None)
+        of_rank = next(p for p in self.mains if p.rank == late.rank)
+        for (_, step, _, phases), kind in rows_in_order(of_rank):
+            most = max(most, (phases.get(phase, 0.0), step), key=lambda m: m[0])
+            if kind != "" and kind not in of_rank.soft:
+                if kind == late.track.kind and step in wanted:
+                    found.add(step if most[1] is None else most[1])
+                most = 0.0, None
+        return sorted(found) or late.steps
+
     def name_of(self, phase: str) -> str:
         return loop_name(self.run, phase)
 
@@ -2218,18 +2243,12 @@ class Late:
 
 
 def replay(judge: Judge, lates: Sequence[Late]) -> float:
-    """Microseconds saved without these lates: each meeting then waits for the last of the others."""
+    """Microseconds saved without these lates: each meeting then waits for the last of the others. What a rank
+    is late now and then comes on top of what it always is."""
     saved = 0.0
     for track in judge.tracks:
-        cuts = {}
-        for late in lates:
-            if late.track is track:
-                known = cuts.get(late.rank)
-                cuts[late.rank] = late.cuts if known is None else array("f", map(max, known, late.cuts))
-        if cuts:
-            without = [array("f", map(sub, column, cuts[rank])) if rank in cuts else column
-                       for rank, column in sorted(track.work.items())]
-            saved += sum(map(max, zip(*track.columns()))) - sum(map(max, zip(*without)))
+        if any(late.track is track for late in lates):
+            saved += sum(map(max, zip(*track.columns()))) - sum(map(max, zip(*without(track, lates).values())))
     return saved
 
 
@@ -2247,7 +2266,8 @@ def always_late(judge: Judge) -> List[Late]:
 
     Lateness: a rank's work minus the lower median of the others' (of the few fast ranks, when most are slow).
     Floors: max(LATE_US, LATE_RATIO of a step) in the median, MIN_Z and every block (is_persistent), for a
-    part of the run beyond slow noise (stands_out); meetings times lateness at least COST_RATIO of all steps.
+    part of the run and for the whole beyond slow noise (stands_out); meetings times lateness at least
+    COST_RATIO of all steps.
     """
     found = []
     floor_us = max(LATE_US, LATE_RATIO * judge.step_us)
@@ -2265,26 +2285,49 @@ def always_late(judge: Judge) -> List[Late]:
             # Stages differ by design: only what changes is late.
             usual = [median_low(column[:max(len(column) // 3, 1)]) for column in late]
             late = [array("f", [us - by_design for us in column]) for column, by_design in zip(late, usual)]
-        for rank, column in zip(ranks, late):
-            known = long_late(column, floor_us, judge.step_us)
-            if not known or not known.is_whole and not stands_out(column, known, late):
+        stretches = [long_late(column, floor_us, judge.step_us) for column in late]
+        noise_us = slow_noise_us(columns, stretches) if any(stretches) else 0.0
+        for rank, column, known in zip(ranks, late, stretches):
+            if not known or not stands_out(column, known, late, noise_us):
                 continue
             if known.late_us * (known.last - known.first) >= COST_RATIO * judge.total_us:
-                cuts = [known.late_us if known.first <= i < known.last else 0.0 for i in range(len(column))]
+                # No more than it was late: at some meetings another one has taken the waiting.
+                cuts = [min(max(us, 0.0), known.late_us) if known.first <= i < known.last else 0.0
+                        for i, us in enumerate(column)]
                 found.append(Late(judge, track, rank, cuts, known.z, [ranks[i] for i in fast] or None))
     return found
 
 
-def stands_out(column: array, known: Stretch, late: Sequence[array]) -> bool:
-    """Whether a part of the run is late beyond what slow noise does: so much more than the usual rank's
-    latest stretch, and than this rank's own earliest one."""
-    usual = median_low([stretch_us(other) for other in late if other is not column] or [0.0])
-    noise_us = max(usual, stretch_us([-us for us in column]))
+def stands_out(column: array, known: Stretch, late: Sequence[array], noise_us: float) -> bool:
+    """Whether a rank is late beyond what slow noise does: so much more, in sum, than slow_noise_us(); a part
+    of the run also than the usual rank's latest stretch, and than this rank's own earliest one."""
+    if not known.is_whole:
+        usual = median_low([stretch_us(other) for other in late if other is not column] or [0.0])
+        noise_us = max(noise_us, usual, stretch_us(map(neg, column)))
     return (known.last - known.first) * known.late_us > STRETCH_RATIO * noise_us
 
 
-def stretch_us(late: Sequence[float]) -> float:
+def slow_noise_us(columns: Sequence[array], stretches: Sequence[Optional[Stretch]]) -> float:
+    """How far, in sum, the ranks that are not late wander: noise that makes a rank late for many steps makes
+    others early for as many.
+
+    The largest of the ranks' earliest stretches, each both around the lower median of all and around
+    the rank's own median, whichever is less: a rank that is always faster is no noise. 32 ranks are enough.
+    """
+    usual = array("f", map(median_low, zip(*columns)))
+    calm = [column for column, known in zip(columns, stretches) if not known]
+    wander_us = [0.0]
+    for column in calm[::len(calm) // NOISE_RANKS + 1]:
+        early = array("f", map(sub, usual, column))
+        middle = median_low(early)
+        own = [us - middle for us in early]
+        wander_us.append(min(stretch_us(early), max(stretch_us(own), stretch_us(map(neg, own)))))
+    return max(wander_us)
+
+
+def stretch_us(late: Iterable[float]) -> float:
     """How late, in sum, a rank is in its latest stretch of meetings."""
+    late = list(late)
     high = sorted(late)[int(0.9 * (len(late) - 1))]
     first, last = late_stretch(late, high, NOISE_US) if high > NOISE_US else (0, 0)
     return sum(late[first:last])
@@ -2323,18 +2366,18 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
         late = lateness(columns)
         everything = sum(loss[i] for i in outliers)
         for rank, column in zip(ranks, late):
-            own = [i for i in outliers if column[i] > LED_RATIO * loss[i]]
-            size = median_low([column[i] for i in own] or [0.0])
-            own = [i for i in own if column[i] > LIKE_RATIO * size]  # noise beside them would blur the period
-            cost = sum(loss[i] for i in own)
+            own = alike([i for i in outliers if column[i] > LED_RATIO * loss[i]], column, LIKE_RATIO)
             spikes = [i for i in own if column[i] > max(SPIKE_STEPS * judge.step_us, SPIKE_US)]
+            regular = regular_times(column, loss, track.steps, judge.step_us)
+            own = regular or own
+            cost = sum(loss[i] for i in own)
             period = period_of([track.steps[i] for i in own])
             num, ratio, part = PERIODIC if period else IRREGULAR
             if (len(own) >= num and cost >= max(ratio * judge.total_us, part * everything)
                     and max(column[i] for i in own) < BURST_MOST * cost):
                 at = set(own)
                 cuts = [us if i in at else 0.0 for i, us in enumerate(column)]
-                is_usual = len(own) >= OFTEN_RATIO * len(loss) and cost >= MOST_RATIO * sum(loss)
+                is_usual = len(own) >= OFTEN_RATIO * len(judge.steps) and cost >= MOST_RATIO * sum(loss)
                 found.append(("straggler" if is_usual else "burst", Late(judge, track, rank, cuts)))
                 continue
             for i in sorted(spikes, key=lambda i: -column[i])[:3]:
@@ -2344,21 +2387,46 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
     return found
 
 
+def alike(at: Sequence[int], column: Sequence[float], ratio: float) -> List[int]:
+    """Those of the meetings that are not much less late than the usual one of them: noise blurs a period."""
+    size = median_low([column[i] for i in at] or [0.0])
+    return [i for i in at if column[i] > ratio * size]
+
+
+def regular_times(column: Sequence[float], loss: Sequence[float], steps: Sequence[int],
+                  step_us: float) -> List[int]:
+    """Meetings with a period at which a rank stands out from its own noise, where it may not stand out from
+    that of all ranks together: REGULAR times at least."""
+    middle = median_low(column)
+    high = max(middle + OUTLIER_MADS * noise_of(column, middle), OUTLIER_RATIO * step_us, OUTLIER_US)
+    led = [i for i, us in enumerate(column) if us > max(high, LED_RATIO * loss[i])]
+    for ratio in (LIKE_RATIO, ALIKE_RATIO):
+        own = alike(led, column, ratio)
+        if len(own) >= REGULAR and period_of([steps[i] for i in own]):
+            return own
+    return []
+
+
 def period_of(steps: Sequence[int]) -> Optional[int]:
-    """k when four of five gaps are k or a multiple of it, within a tenth; k is at least 2."""
+    """k when four of five gaps are k or a multiple of it, or four of five steps lie on one grid of k, within a
+    tenth; k is at least 2."""
     gaps = [b - a for a, b in zip(steps, steps[1:]) if b > a]
-    if len(gaps) < 2:
+    usual = median_low(gaps) if len(gaps) > 1 else 0
+    if usual < 2:
         return None
-    usual = median_low(gaps)
-    near = sum(abs(gap - round(gap / usual) * usual) <= PERIOD_SLACK * usual for gap in gaps)
-    return usual if usual >= 2 and near >= PERIOD_RATIO * len(gaps) else None
+    slack = PERIOD_SLACK * usual
+    near = sum(abs(gap - round(gap / usual) * usual) <= slack for gap in gaps)
+    on_grid = max(sum(min((step - first) % usual, (first - step) % usual) <= slack for step in steps)
+                  for first in set(steps[:GRIDS]))
+    is_regular = near >= PERIOD_RATIO * len(gaps) or on_grid >= PERIOD_RATIO * len(steps)
+    return usual if is_regular else None
 
 
 def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
     """`imbalance`: at most meetings some rank is late in the same phase, but no rank for long.
 
-    The median loss of a meeting is at least MOVING_US and MOVING_RATIO of a step, twice as much unless the
-    last rank stands alone; one rank has at most MOVING_MOST of the cost, one phase at least MOVING_PHASE.
+    The median loss of a meeting, and the last rank's excess in the phase, are at least MOVING_US and
+    MOVING_RATIO of a step, CROWD_RATIO unless the last rank stands alone; one rank has at most MOVING_MOST of the cost, one phase at least MOVING_PHASE.
     """
     for track in judge.tracks:
         work = without(track, known)
@@ -2370,11 +2438,11 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         costs = [sum(share) for share in shares]
         # Noise of many ranks has a latest one as well, but it does not stand alone, and is not so much.
         alone = median_low([lead_of(meeting) for meeting in zip(*[work[r] for r in ranks])])
-        ratio = MOVING_RATIO if alone > ALONE_RATIO and len(ranks) > 3 else 2 * MOVING_RATIO
+        ratio = MOVING_RATIO if alone > ALONE_RATIO and len(ranks) > 3 else CROWD_RATIO
         if usual < max(ratio * judge.step_us, MOVING_US) or max(costs) > MOVING_MOST * sum(costs):
             continue
         phase, excess_us, part = leaders_phase(judge, track, work)
-        if part < MOVING_PHASE or excess_us < max(MOVING_RATIO * judge.step_us, MOVING_US):
+        if part < MOVING_PHASE or excess_us < max(ratio * judge.step_us, MOVING_US):
             continue
         cost_us = sum(loss)
         shown = [r for r, cost in zip(ranks, costs) if cost > MOVING_SHARE * cost_us / len(ranks)]
@@ -2585,6 +2653,12 @@ def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
     return groups
 
 
+def is_rare(judge: Judge, group: Sequence[Late]) -> bool:
+    """Whether ranks are late at a meeting of few steps, such as every tenth, and not in the steps between."""
+    late = {step for each in group for step in each.steps}
+    return sum(min(late) <= step <= max(late) for step in judge.steps) >= RARE_RATIO * len(late)
+
+
 def whole_hosts(judge: Judge, lates: List[Late]) -> List[List[Late]]:
     """Hosts whose ranks, two at least, are all late, when others' are not; taken out of the list."""
     by_host: Dict[Any, set] = {}
@@ -2618,7 +2692,9 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     saving_us = max(replay(judge, group), 0.0)
     cost_us = sum(map(cost_of, group))
     cost_us = max(cost_us, saving_us)  # when most ranks are slow, the lower median is slow as well
-    steps = sorted({step for late in group for step in late.steps})
+    now_and_then = kind in ("burst", "spike")
+    steps = sorted({step for late in group
+                    for step in (judge.steps_of_work(late) if now_and_then else late.steps)})
     # The phase that the group's ranks lost most in.
     lost: Counter = Counter()
     for late in group:
@@ -2628,11 +2704,11 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
     part = lost[phase] / (sum(lost.values()) or 1)
     meeting = plain_name(head.track.kind)
     text = f"rank {format_ranks(ranks)} " + ("is" if len(ranks) == 1 else "are")
-    period = None if head.z else period_of(head.steps)
-    often = {"burst": f"{len(head.steps):,} times" + (f", every {period} steps" if period else ""),
+    period = period_of(steps) if now_and_then or not head.z else None
+    often = {"burst": f"{len(steps):,} times" + (f", every {period} steps" if period else ""),
              "straggler": f"at {len(head.steps):,} meetings" + (
                  f", every {period} steps, as a loader of {period} workers comes late" if period else ""),
-             "spike": f"once, at step {head.steps[0]}"}.get(kind, f"at {len(head.steps):,} meetings")
+             "spike": f"once, at step {steps[0]}"}.get(kind, f"at {len(head.steps):,} meetings")
     evidence = [f"{text} {format_us(head.late_us)} later than the others at {meeting}, {often}"
                 + (f" (z {head.z:.0f})" if head.z else ""),
                 f"{100 * part:.0f} % of it in {phase or 'code between spans'}"]
@@ -2650,7 +2726,7 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                  + (f" every {period} steps" if period else " now and then")
                  + "; if it is meant (logging, a checkpoint), give it a span of that name",
         "spike": f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)} at step "
-                 f"{head.steps[0]}: the host's log at that time, storage, garbage collection",
+                 f"{steps[0]}: the host's log at that time, storage, garbage collection",
     }.get(kind, f"look at {phase or 'the code between spans'} of rank {format_ranks(ranks)}{where}: its "
                 "share of the data, its host, what only it does")
     is_plain = not head.z or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
@@ -2687,11 +2763,24 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     rest = list(lates)
     found = []
     every: List[Tuple[str, List[Late]]] = [("slow_host", group) for group in whole_hosts(judge, rest)]
-    every += [("straggler", group) for group in grouped(judge, rest)]
-    now_and_then = sometimes_late(judge, lates)
-    slow = {(late.rank, late.phase) for late in lates}  # which is not equally late each time
-    every += [(kind, [late]) for kind, late in now_and_then if kind == "spike"
-              or (late.rank, late.phase) not in slow]
+    bursts: Dict[tuple, List[Late]] = {}  # what a rank does now and then may show at several kinds of meetings
+    for group in grouped(judge, rest):
+        if is_rare(judge, group):
+            for late in group:
+                bursts.setdefault((late.rank, late.phase), []).append(late)
+        else:
+            every.append(("straggler", group))
+    slow = {(late.rank, late.phase) for _, group in every for late in group}  # not equally late each time
+    for kind, late in sometimes_late(judge, lates):
+        if kind == "spike":
+            every.append((kind, [late]))
+        elif (late.rank, late.phase) in slow:
+            continue
+        elif kind == "burst":
+            bursts.setdefault((late.rank, late.phase), []).append(late)
+        else:
+            every.append((kind, [late]))
+    every += [("burst", group) for group in bursts.values()]
     for kind, group in every:
         # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
         others = [late for _, other in every if other is not group for late in other]
@@ -2862,7 +2951,7 @@ def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
     newest = max(f.last_ts for f in here)
     for_s = format_us(stalled_us)
     if missing:
-        return missing_ranks("stall", missing, f"the others have waited {for_s}")
+        return missing_ranks("stall", missing, f"the others have waited {for_s}", stalled_us)
     quiet = [f for f in here if f.p.header.get("heartbeat_s") and f.p.beats
              and f.p.how() is None and newest - f.last_ts > BEATS_MISSED * 1e6 * f.p.header["heartbeat_s"]]
     waiting = [f for f in here if f.arrived]
@@ -2942,10 +3031,11 @@ def least(fates: Sequence[Fate]) -> List[Fate]:
             and f.phase() == first.phase() and f.step() == first.step()] or [first]
 
 
-def missing_ranks(kind: str, missing: Sequence[int], what: str) -> Dict[str, Any]:
+def missing_ranks(kind: str, missing: Sequence[int], what: str, stalled_us: float = 0.0) -> Dict[str, Any]:
     return finding(kind, missing, [], None, [], "medium",
                    [f"rank {format_ranks(missing)} left no trace: it never started, or died or hangs before "
-                    "its first record", what], "look at the output of that rank, and whether its host is up")
+                    "its first record", what], "look at the output of that rank, and whether its host is up",
+                   stalled_us / 1e6)
 
 
 def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:

@@ -36,6 +36,24 @@ def test_noise_is_healthy(tmp_path, world, noise):
     assert [f["kind"] for f in found] == ["healthy"]
 
 
+@pytest.mark.parametrize("noise_us, seed", [(600, 0), (600, 1), (600, 3), (1200, 1), (1200, 4)])
+def test_slow_noise_makes_others_early_for_as_long(tmp_path, noise_us, seed):
+    found = findings(tmp_path, world=16, noise="slow", noise_us=noise_us, seed=seed)
+    assert "straggler" not in {f["kind"] for f in found}
+
+
+@pytest.mark.parametrize("slow_us", [12_000, 30_000])
+def test_a_straggler_in_slow_noise(tmp_path, slow_us):
+    found = findings(tmp_path, world=16, noise="slow", extra=slow(5, "fwd", slow_us))
+    assert (found[0]["kind"], found[0]["ranks"], found[0]["phase"]) == ("straggler", [5], "fwd")
+
+
+def test_a_rank_with_less_to_do_hides_no_straggler(tmp_path):
+    found = findings(tmp_path, world=8, extra=slow(5, "fwd", 8000),
+                     scale=lambda rank: 0.8 if rank == 0 else 1.0)
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [5], "fwd")]
+
+
 @pytest.mark.parametrize("world", [2, 3, 8, 64])
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_a_straggler_is_named_with_its_phase(tmp_path, world, phase):
@@ -63,6 +81,32 @@ def test_every_seventh_step(tmp_path):
     found = findings(tmp_path, world=8, extra=slow(3, "fwd", 30_000, first=10, every=7))
     assert [(f["kind"], f["ranks"], f["phase"], f["steps"]) for f in found] == [
         ("burst", [3], "fwd", {"first": 10, "last": 94, "period": 7})]
+
+
+@pytest.mark.parametrize("every, agree_every", [(5, 10), (10, 10), (7, 10), (10, 5)])
+def test_now_and_then_before_a_meeting_of_some_steps(tmp_path, every, agree_every):
+    """What a rank does every few steps makes it late now at one kind of meeting, now at another."""
+    found = findings(tmp_path, num_steps=150, agree_every=agree_every,
+                     extra=slow(2, "opt", 60_000, first=10, every=every))
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["period"]) for f in found] == [
+        ("burst", [2], "opt", every)]
+    assert found[0]["steps"]["first"] % every == 10 % every
+
+
+def test_one_slow_rank_is_one_finding_though_a_rare_meeting_takes_some_of_the_waiting(tmp_path):
+    found = findings(tmp_path, num_steps=150, agree_every=10, extra=slow(2, "opt", 20_000))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "opt")]
+
+
+def test_steady_and_now_and_then_on_one_rank(tmp_path):
+    """Both are told, and together they save what a run without both would."""
+    steady, bursts = slow(1, "fwd", 8000), slow(1, "load", 80_000, every=8)
+    broken = summary(tmp_path / "slow", num_steps=150,
+                     extra=lambda *at: steady(*at) + bursts(*at))
+    found = {(f["kind"], f["phase"]): f["saving_s"] for f in broken["findings"]}
+    assert list(found) == [("burst", "load"), ("straggler", "fwd")]
+    saved_s = broken["wall_s"] - summary(tmp_path / "clean", num_steps=150)["wall_s"]
+    assert sum(found.values()) == pytest.approx(saved_s * 147 / 150, rel=0.1)
 
 
 def test_once(tmp_path):

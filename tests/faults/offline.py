@@ -94,7 +94,7 @@ def draw(rng):
         first = rng.randrange(30, 90)
         answer["first"] = first
     elif kind == "every":
-        every, us = rng.randrange(3, 15), 4 * us
+        every, us = rng.randrange(5, 15), 4 * us
         answer.update(kind=("burst",), period=every)
     elif kind == "once":
         first = last = rng.randrange(30, 100)

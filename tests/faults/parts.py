@@ -6,7 +6,8 @@ a JSON list in the environment's FAULTS, each {"place": where, "what": how, ...}
     place   startup, data, to_device, forward, backward_first, backward_middle, backward_last, optimizer, gap,
 hook, log,
             evaluate, exit
-    what    sleep (ms), raise (text), signal (number), exit (code), hang, hold (the GIL); nan
+    what    sleep (ms), raise (text), signal (number), exit (code), hang, hold (the GIL), memory (more and
+            more of it, in the memory cgroup that the environment's MEMORY_CGROUP names); nan
     ranks   which (all); steps: [first, last], every: K steps, turn: another rank each step
 """
 
@@ -63,6 +64,18 @@ def happen(place):
             time.sleep(3600)
         elif what == "hold":
             ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter's lock
+        elif what == "memory":
+            fill_memory()
+
+
+def fill_memory():
+    """Until the kernel ends this process."""
+    with open(os.path.join(os.environ["MEMORY_CGROUP"], "cgroup.procs"), "w") as members:
+        members.write(str(os.getpid()))
+    kept = []
+    for _ in range(200):
+        kept.append(bytearray(20_000_000))
+        time.sleep(0.1)
 
 
 def leave_in_order():

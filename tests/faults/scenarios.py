@@ -2,8 +2,11 @@
 asserts it.
 
 Faults of one model share a job: each has SEGMENT steps of its own, with steps without a fault in between,
-against which the predicted saving is measured. Ends and stalls have a job each.
+against which the predicted saving is measured. Ends and stalls have a job each. Another seed moves faults to
+other ranks, and what happens at one step to another step.
 """
+
+import copy
 
 SEGMENT = 90  # steps of a fault; the verdict sees these alone (--steps A:B)
 EASY_MS, HARD_MS = 30, 8
@@ -13,9 +16,9 @@ class Slow:
     """A fault that makes steps slower: its place and size, and the answer."""
 
     def __init__(self, name, kind, faults, ranks=None, phase=None, first=None, period=None, also=(),
-                 hosts=()):
+                 hosts=(), moves=True):
         self.name, self.kind, self.ranks, self.phase, self.hosts = name, kind, ranks, phase, list(hosts)
-        self.faults, self.first, self.period, self.also = faults, first, period, also
+        self.faults, self.first, self.period, self.also, self.moves = faults, first, period, also, moves
 
 
 def sleep(place, ranks=None, ms=EASY_MS, **more):
@@ -25,6 +28,27 @@ def sleep(place, ranks=None, ms=EASY_MS, **more):
 PHASES = {"data": "data", "to_device": "to_device", "forward": "forward", "backward_first": "backward",
           "backward_middle": "backward", "backward_last": "backward", "optimizer": "optimizer",
           "hook": "hooks", "gap": "step"}
+
+
+def moved(case, seed, world):
+    """The case with its faults on other ranks, and its answer."""
+    if not case.moves or not seed:
+        return case
+
+    def turn(ranks):
+        return None if ranks is None else sorted((rank + seed) % world for rank in ranks)
+
+    case = copy.copy(case)
+    case.ranks = turn(case.ranks)
+    case.faults = [{**f, "ranks": turn(f["ranks"])} if "ranks" in f else f for f in case.faults]
+    if isinstance(case, Stop):
+        by = 3 * seed
+        case.step = None if case.step is None else case.step + by
+        case.faults = [{**f, "steps": [s + by for s in f["steps"]]} if "steps" in f else f
+                       for f in case.faults]
+    else:
+        case.also = [(turn(ranks), phase) for ranks, phase in case.also]
+    return case
 
 
 def stragglers(ranks):
@@ -47,7 +71,7 @@ TWO = [
     Slow("nothing", "healthy", []),
     *stragglers([1, 0]),
     Slow("nothing_again", "healthy", []),
-    Slow("slow_log_rank0", "burst", [sleep("log", [0], 120)], [0], "hooks", period=10),
+    Slow("slow_log_rank0", "burst", [sleep("log", [0], 120)], [0], "hooks", period=10, moves=False),
     Slow("from_step_45", "straggler", [sleep("forward", [1], steps=steps(45))], [1], "forward", first=45),
     Slow("every_7_steps", "burst", [sleep("data", [1], 60, every=7)], [1], "data", period=7),
     Slow("every_10_steps_rank0", "burst", [sleep("hook", [0], 120, every=10)], [0], "hooks", period=10),
@@ -79,34 +103,62 @@ FOUR = [
     Slow("nothing_in_the_end", "healthy", []),
 ]
 
-# One model, or one setting, of a job each: processes (of a host), overrides, faults, hosts if there are
-# several.
+
+class SlowJob:
+    """One model, one setting or one loop (of loop.py): processes of a host, and their cases."""
+
+    def __init__(self, nproc, cases, overrides=(), hosts=(), loop=None):
+        self.nproc, self.cases, self.overrides, self.hosts, self.loop = nproc, cases, overrides, hosts, loop
+
+    def world(self):
+        return self.nproc * max(len(self.hosts), 1)
+
+
 SLOW_JOBS = {
-    "two": (2, [], TWO),
-    "four": (4, [], FOUR),
-    "norm": (4, ["model.norm=true"], [
+    "two": SlowJob(2, TWO),
+    "four": SlowJob(4, FOUR),
+    "own_loop": SlowJob(3, loop="tracing", cases=[
+        Slow("nothing", "healthy", []),
+        Slow("get_rank2", "straggler", [sleep("data", [2])], [2], "get"),
+        Slow("model_rank0_hard", "straggler", [sleep("forward", [0], HARD_MS)], [0], "model"),
+        Slow("grads_rank1", "straggler", [sleep("backward_middle", [1])], [1], "grads"),
+        Slow("grads_rank2_hard", "straggler", [sleep("backward_first", [2], HARD_MS)], [2], "grads"),
+        Slow("update_rank0", "straggler", [sleep("optimizer", [0])], [0], "update"),
+        Slow("between_spans_rank1_hard", "straggler", [sleep("gap", [1], HARD_MS)], [1], "step"),
+        Slow("all_slow_get", "bound", [sleep("data")], None, "get")]),
+    # What torchtitan's spans cannot tell must not be told.
+    "torchtitan": SlowJob(3, loop="torchtitan", cases=[
+        Slow("nothing", ("healthy", "opaque"), []),
+        Slow("fetching_batch_rank1", "straggler", [sleep("data", [1])], [1], "fetching_batch"),
+        Slow("fetching_batch_rank2_hard", "straggler", [sleep("data", [2], HARD_MS)], [2], "fetching_batch"),
+        Slow("optim_rank0", "straggler", [sleep("optimizer", [0])], [0], "optim"),
+        Slow("optim_every_7_steps", "burst", [sleep("optimizer", [2], 60, every=7)], [2], "optim", period=7),
+        Slow("backward_rank2", "opaque", [sleep("backward_middle", [2])], None, "fwd_bwd")]),
+    "norm": SlowJob(4, overrides=["model.norm=true"], cases=[
         Slow("nothing", "healthy", []),
         Slow("data_rank1", "straggler", [sleep("data", [1])], [1], "data"),
         Slow("data_rank0", "straggler", [sleep("data", [0])], [0], "data"),
         Slow("backward_rank2_hard", "straggler", [sleep("backward_middle", [2], HARD_MS)], [2], "backward")]),
-    "hosts": (2, [], [
+    "hosts": SlowJob(2, hosts=["node-a", "node-b"], cases=[
         Slow("nothing", "healthy", []),
-        Slow("slow_host", "slow_host", [sleep("forward", [2, 3], 20)], [2, 3], "forward", hosts=["node-b"]),
-        Slow("one_rank_of_a_host", "straggler", [sleep("data", [3])], [3], "data", hosts=["node-b"])],
-        "node-a", "node-b"),
-    "accumulate": (2, ["accumulate=2"], [
+        Slow("slow_host", "slow_host", [sleep("forward", [2, 3], 20)], [2, 3], "forward", hosts=["node-b"],
+             moves=False),
+        Slow("one_rank_of_a_host", "straggler", [sleep("data", [3])], [3], "data", hosts=["node-b"],
+             moves=False)]),
+    "accumulate": SlowJob(2, overrides=["accumulate=2"], cases=[
         Slow("nothing", "healthy", []),
         Slow("forward_rank1", "straggler", [sleep("forward", [1])], [1], "forward"),
         Slow("backward_rank0", "straggler", [sleep("backward_middle", [0])], [0], "backward")]),
-    "bigger_batches": (4, ["model.by_samples=4", "train_data.more_on_rank=2", "train_data.more=2"], [
-        Slow("bigger_batches_rank2", "straggler", [], [2], "backward")]),
-    "network": (2, ["hooks.Meeting={target: 'parts.py:Meeting', slow_ms: 18}"], [
+    "bigger_batches": SlowJob(
+        4, overrides=["model.by_samples=4", "train_data.more_on_rank=2", "train_data.more=2"],
+        cases=[Slow("bigger_batches_rank2", "straggler", [], [2], "backward", moves=False)]),
+    "network": SlowJob(2, overrides=["hooks.Meeting={target: 'parts.py:Meeting', slow_ms: 18}"], cases=[
         Slow("slow_network", "bound", [], None)]),
-    "pauses": (2, ["save_every=30", "eval_every=45",
-                   "val_data={target: 'parts.py:make_loader', num_samples: 32}"], [
+    "pauses": SlowJob(2, overrides=["save_every=30", "eval_every=45",
+                                    "val_data={target: 'parts.py:make_loader', num_samples: 32}"], cases=[
         Slow("checkpoints_and_evaluations", "healthy", []),
         Slow("slow_evaluation_rank1", "healthy", [sleep("evaluate", [1], 400)])]),
-    "meetings": (2, ["hooks.Meeting={target: 'parts.py:Meeting'}"], [
+    "meetings": SlowJob(2, overrides=["hooks.Meeting={target: 'parts.py:Meeting'}"], cases=[
         Slow("nothing", "healthy", []),
         Slow("optimizer_rank1", "straggler", [sleep("optimizer", [1])], [1], "optimizer"),
         Slow("data_rank0_hard", "straggler", [sleep("data", [0], HARD_MS)], [0], "data")]),
@@ -118,8 +170,10 @@ class Stop:
 
     def __init__(self, name, kind, faults, ranks, phase=None, step=None, nproc=2, options=(), more=(),
                  after=None):
-        self.name, self.kind, self.faults, self.ranks, self.phase, self.step = name, kind, faults, ranks, phase, step
+        self.name, self.kind, self.faults, self.ranks = name, kind, faults, ranks
+        self.phase, self.step = phase, step
         self.nproc, self.options, self.more, self.after = nproc, options, more, after
+        self.moves = any("ranks" in fault for fault in faults) and not more
 
 
 def at(place, what, rank=1, step=25, **more):
@@ -130,6 +184,7 @@ STOPS = [
     Stop("sigkill_data", "killed", at("data", "signal", number=9), [1], "data", 25),
     Stop("sigkill_backward_4", "killed", at("backward_middle", "signal", 2, number=9), [2], "backward", 25,
          nproc=4),
+    Stop("memory_cgroup", "killed", at("forward", "memory"), [1], "forward", 25),
     Stop("segfault", ("crash", "killed"), at("forward", "signal", number=11), [1], "forward", 25),
     Stop("exit_0", ("killed", "left_early"), at("optimizer", "exit", code=0), [1], "optimizer", 25),
     Stop("exception_forward", "crash", at("forward", "raise", text="bad sample 17"), [1], "forward", 25),
@@ -162,6 +217,8 @@ STALLS = [
          after="stop_worker"),
     Stop("collective_skipped_4", "desync", [], [2], "share_loss", 25, nproc=4,
          more=["hooks.Meeting={target: 'parts.py:Meeting', skip: {rank: 2, step: 25}}"]),
+    Stop("collective_of_another_shape", "desync", [], None, "share_loss", 25,
+         more=["hooks.Meeting={target: 'parts.py:Meeting', shape: {rank: 1, step: 25}}"]),
     Stop("collectives_swapped", "desync", [], [1], "share_loss", 25,
          more=["hooks.Meeting={target: 'parts.py:Meeting', swap: {rank: 1, step: 25}}"]),
 ]

@@ -16,12 +16,13 @@ def simulate(folder, world=4, num_steps=100, extra=None, phases=None, meet="bwd"
              noise="white", noise_us=300,
              transfer_us=2000, hosts=None, seed=0, boot_ids=None, shifts=None, end="ok", sizes=None,
              scale=None, device=None,
-             recorded=None):
+             recorded=None, agree_every=0):
     """Write one trace a rank. extra(rank, step, phase): microseconds more. mark: ready, sync (no ready),
     none, or titan (torchtitan's format). noise: white, lognormal, slow (AR 0.97). hosts: one for each rank;
     shifts: of wall clocks, us. scale(rank): factor of a rank's own work. device(rank, step): own and waiting
     microseconds that a device's events told. recorded(rank, step, phase): own microseconds of a real job, in
-    place of phases and noise (see offline.py). Returns the folder."""
+    place of phases and noise (see offline.py). agree_every: ranks meet once more, at the end of every so
+    manyth step. Returns the folder."""
     folder = Path(folder)
     (folder / "structured_logs").mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -82,6 +83,13 @@ def simulate(folder, world=4, num_steps=100, extra=None, phases=None, meet="bwd"
                     own_us, wait_us = device(rank, step)
                     lines[rank].append({"ph": "C", "ts": round(clock[rank]), "step": step,
                                         "args": {"device_own_us": own_us, "device_wait_us": wait_us}})
+            if agree_every and step % agree_every == 0 and phase == order[-1]:
+                together = max(clock) + 30
+                for rank in range(world):
+                    start = clock[rank]
+                    write(rank, "B", "agree", step, sync=True)
+                    clock[rank] = together
+                    write(rank, "E", "agree", step, dur=round(together) - round(start))
             if sizes and index == 0:
                 for rank in range(world):
                     lines[rank].append({"ph": "C", "ts": round(clock[rank]), "step": step,
