@@ -1456,7 +1456,7 @@ def is_alive(p: Process, now_us: float) -> bool:
 def is_gone(p: Process, now_us: float, is_suspect: bool = False) -> bool:
     """The process is no longer there: asked of this machine when it ran here, else of its heartbeats.
     A suspect is one of a run in which others have lost a rank: then its silence need not be long."""
-    if p.last_ts is None:
+    if p.last_ts is None or p.stacks.fatal:
         return True
     beat_us = 1e6 * (p.header.get("heartbeat_s") or 0)
     quiet_us = now_us - p.last_ts
@@ -1616,7 +1616,7 @@ def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
     if interruption(p) and not is_alive(p, now_us):
         return "terminated"
     # An exception went through the outermost span, and nothing began after it.
-    if how in ("exception", "exit") or (
+    if how in ("exception", "exit") or p.stacks.fatal or (
             p.errors and p.errors[-1]["last_ts"] == p.main.mark and not is_alive(p, now_us)):
         return "failed"
     waiting = any("sync" in entry for entry in p.main.stack[-1:])
@@ -2426,7 +2426,8 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
     """`imbalance`: at most meetings some rank is late in the same phase, but no rank for long.
 
     The median loss of a meeting, and the last rank's excess in the phase, are at least MOVING_US and
-    MOVING_RATIO of a step, CROWD_RATIO unless the last rank stands alone; one rank has at most MOVING_MOST of the cost, one phase at least MOVING_PHASE.
+    MOVING_RATIO of a step, CROWD_RATIO unless the last rank stands alone; one rank has at most MOVING_MOST of
+    the cost, one phase at least MOVING_PHASE.
     """
     for track in judge.tracks:
         work = without(track, known)
@@ -3229,6 +3230,16 @@ def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
         there = [f for f in fates if not f.gone and not is_seen(f.p)]
         if there:
             return not_yet_gone(errors, least(there))
+        aborted = [f for f in errors if f.p.stacks.fatal]
+        if aborted:
+            head = min(aborted, key=lambda f: f.error["ts"])
+            return stop_finding(
+                "crash", [head], head.phase(), head.step(), "medium" if len(aborted) == 1 else "low",
+                [f"{of_ranks(aborted)} ended in C ({aborted[0].error['err']}), {head.place()}; nothing had "
+                 "failed before", *victims(fates, aborted)],
+                "gloo ends a process so when the sizes of tensors differ between ranks, NCCL's watchdog after "
+                "its time-out: the output of that rank tells, TORCH_DISTRIBUTED_DEBUG=DETAIL names the "
+                "collective")
         free = [f for f in gone if not f.error and not f.terminated] or least(gone)
         return stop_finding("crash", free[:1], free[0].phase(), free[0].step(), "low",
                             ["only news of other ranks' ends is left", *victims(fates, [])],

@@ -35,6 +35,7 @@ import atexit
 import collections
 import contextlib
 import difflib
+import faulthandler
 import glob
 import hashlib
 import importlib
@@ -3016,6 +3017,9 @@ def start_run(recipe: Recipe) -> tuple[World, Start, Stopper]:
     stopper = Stopper(recipe, world, run_dir)
     settings = {key: value for key, value in vars(recipe.structured_logging).items()
                 if key not in ("enabled", "trace_hooks", "batch_stats_every")}
+    if recipe.structured_logging.enabled:
+        # @record has told C to write a crash's stacks to the console: the trace takes them, with rank and step.
+        faulthandler.disable()
     init_structured_logger("training", str(run_dir / "structured_logs"), world.rank,
                            enable=recipe.structured_logging.enabled, attempt=start.attempt, run=run_dir.name,
                            **settings)

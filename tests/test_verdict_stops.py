@@ -126,6 +126,20 @@ def test_a_crash_in_c(tmp_path):
     assert broken.verdict() == ("crash", [1], "fwd", STEP)
 
 
+def test_an_abort_in_c_while_ranks_meet(tmp_path):
+    """Tensors of different sizes: gloo ends one process in C, and all others lose it."""
+    broken = Broken(tmp_path).cut_others(None)
+    broken.paths[2].with_name(broken.paths[2].name.replace(".jsonl", ".stacks.txt")).write_text(
+        'Fatal Python error: Aborted\n\nThread 0x00007f00 (most recent call first):\n  '
+        'File "/x/torch/distributed/c10d.py", line 7 in all_reduce\n')
+    for rank in (0, 1, 3):
+        broken.fail(rank, "bwd", CLOSED)
+    assert broken.verdict() == ("crash", [2], "bwd", STEP)
+    assert "Aborted" in broken.evidence() and "victims: rank 0-1,3" in broken.evidence()
+    assert "sizes" in broken.summary["findings"][0]["advice"]
+    assert {r["rank"]: r["state"] for r in broken.summary["ranks"]}[2] == "failed"
+
+
 def test_left_early(tmp_path):
     broken = Broken(tmp_path).cut(3, "opt", "E").add(3, "i", "process_end", args={"how": "ok"})
     for rank in range(3):
