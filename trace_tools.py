@@ -1446,13 +1446,6 @@ ABSURD_US, ABSURD_STEPS, ABSURD_RATIO = 5e6, 50, 2
 STALL_S, STALL_STEPS = 120, 20  # without progress for so long (the header may tell another), so many steps
 
 
-def is_alive(p: Process, now_us: float) -> bool:
-    """No end was recorded, and the last sign of life is recent."""
-    if "process_end" in p.instants or p.last_ts is None:
-        return False
-    return not is_gone(p, now_us)
-
-
 def is_gone(p: Process, now_us: float, is_suspect: bool = False) -> bool:
     """The process is no longer there: asked of this machine when it ran here, else of its heartbeats.
     A suspect is one of a run in which others have lost a rank: then its silence need not be long."""
@@ -1540,11 +1533,12 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
     """
     now_us = (time.time() if now is None else now) * 1e6
     mains = [p for p in run.processes if p.worker is None]
-    alive = [p for p in mains if is_alive(p, now_us)]
     begins, ends = [p.first_ts for p in mains if p.first_ts], [p.last_ts for p in mains if p.last_ts]
     steps = [s for p in mains for s in (p.first_step, p.last_step) if s is not None]
-    states = {id(p): state_of(p, mains, now_us) for p in mains}
-    findings = find(run, mains, now_us)
+    fates = fates_of(run, mains, now_us)
+    states = {id(f.p): state_of(f, fates) for f in fates}
+    until_us = {id(f.p): f.p.last_ts if f.gone else now_us for f in fates}
+    findings = find(run, mains, fates, now_us)
     if findings[0]["kind"] == "stall":
         # These stand still; the others only wait for them.
         culprits = set(findings[0]["ranks"])
@@ -1559,14 +1553,14 @@ def summarize(run: Run, phase: Optional[str] = None, now: Optional[float] = None
               for rank in missing]
     ranks.sort(key=lambda r: (r["rank"] is None, r["rank"] or 0))
     return {
-        "run": run.run, "attempt": run.attempt, "state": "running" if alive else "ended",
+        "run": run.run, "attempt": run.attempt, "state": "ended" if all(f.gone for f in fates) else "running",
         "world_size": run.world_size,
         "hosts": sorted({p.header["host"] for p in mains if p.header.get("host")}),
         "steps": {"first": min(steps, default=None), "last": max(steps, default=None)},
         "began_ts": min(begins, default=None),
         "wall_s": (max(ends, default=0) - min(begins, default=0)) / 1e6,
         "findings": findings, "ranks": ranks,
-        "open_spans": [span for p in mains for span in open_spans(p, now_us if p in alive else p.last_ts)],
+        "open_spans": [span for p in mains for span in open_spans(p, until_us[id(p)])],
         "phases": phase_numbers(run, mains, phase), "clocks": clock_offsets(mains),
         "errors": [error for p in run.processes for error in errors_of(p)],
         "unreadable": run.unreadable.as_list(), "warnings": run.warnings + gaps(run, missing),
@@ -1606,34 +1600,24 @@ def errors_of(p: Process) -> List[Dict[str, Any]]:
     return errors
 
 
-def state_of(p: Process, mains: Sequence[Process], now_us: float) -> str:
+def state_of(f: "Fate", fates: Sequence["Fate"]) -> str:
     """running, waiting, stalled; failed, killed, terminated, ended; silent when the trace does not tell."""
-    if p.last_ts is None:
-        return "silent"
-    how = p.how()
-    if p.ended_in_order():
+    p = f.p
+    if f.over:
         return "ended"
-    if interruption(p) and not is_alive(p, now_us):
-        return "terminated"
-    # An exception went through the outermost span, and nothing began after it.
-    if how in ("exception", "exit") or p.stacks.fatal or (
-            p.errors and p.errors[-1]["last_ts"] == p.main.mark and not is_alive(p, now_us)):
+    if f.error:
         return "failed"
-    waiting = any("sync" in entry for entry in p.main.stack[-1:])
     stuck = p.main.stack and p.last_ts - p.main.mark > stall_limit_us(p)
-    if stuck and not waiting and how is None:
+    if stuck and not f.arrived and p.how() is None:
         return "stalled"  # whoever was hung and was then ended from outside was first of all hung
-    if "signal" in p.instants or p.stacks.signal_at_death:
+    if f.terminated:
         return "terminated"
-    if how:
-        return "ended"
-    if is_alive(p, now_us):
-        return "waiting" if waiting else "running"
-    if is_over(p):
-        return "ended"
+    if not f.gone:
+        return "waiting" if f.arrived else "running"
     # It stopped in the middle. Others that lived on, or that told how they ended, say that it was it.
     beat_us = BEATS_MISSED * 1e6 * (p.header.get("heartbeat_s") or 0) or 1e6
-    outlived = any(q is not p and (is_over(q) or (q.last_ts or 0) - p.last_ts > beat_us) for q in mains)
+    outlived = p.last_ts is not None and any(
+        g is not f and (is_over(g.p) or (g.p.last_ts or 0) - p.last_ts > beat_us) for g in fates)
     return "killed" if outlived else "silent"
 
 
@@ -2881,14 +2865,21 @@ def origin(errors: Sequence[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
     return first
 
 
-def stop_findings(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
-    """How the run stands or ended: at most one finding. The first rule that fits is the one that tells."""
+def fates_of(run: Run, mains: Sequence[Process], now_us: float) -> List[Fate]:
+    """What became of each process."""
     tells = {kind for p in mains for kind, told in p.rows if told}
     tells |= {e["name"] for p in mains for e in p.moment.stack if "ready" in e}
     ahead_us = clocks_ahead(mains)
-    fates = [Fate(run, p, now_us, tells, ahead_us.get(p.rank, 0.0)) for p in mains if p.rank is not None]
-    if any(f.is_victim() for f in fates):
-        fates = [Fate(run, f.p, now_us, tells, ahead_us.get(f.rank, 0.0), is_suspect=True) for f in fates]
+    for is_suspect in (False, True):
+        fates = [Fate(run, p, now_us, tells, ahead_us.get(p.rank, 0.0), is_suspect) for p in mains]
+        if not any(f.is_victim() for f in fates):
+            break
+    return fates
+
+
+def stop_findings(run: Run, fates: Sequence[Fate], now_us: float) -> List[Dict[str, Any]]:
+    """How the run stands or ended: at most one finding. The first rule that fits is the one that tells."""
+    fates = [f for f in fates if f.rank is not None]
     present = {f.rank for f in fates}
     missing = [rank for rank in run.expected if rank not in present]
     if all(f.over for f in fates):
@@ -3263,9 +3254,9 @@ def ended(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optio
 
 # ---- The verdict -------------------------------------------------------------------------------------------
 
-def find(run: Run, mains: Sequence[Process], now_us: float) -> List[Dict[str, Any]]:
+def find(run: Run, mains: Sequence[Process], fates: Sequence[Fate], now_us: float) -> List[Dict[str, Any]]:
     """The findings: first how the run stands or ended, then what slows it down, the largest saving first."""
-    stopped = stop_findings(run, mains, now_us)
+    stopped = stop_findings(run, fates, now_us)
     judge = Judge(mains, run)
     slow = slow_findings(judge)
     if stopped and stopped[0]["kind"] != "terminated":
