@@ -274,6 +274,20 @@ def test_damaged_traces_still_tell(tmp_path):
     assert not any(f["kind"] == "straggler" and f["ranks"] != [1] for f in result["findings"])
 
 
+def test_ranks_are_numbered_anew_after_a_restart(tmp_path):
+    """The slow machine's process is rank 3 at first, then rank 0: each attempt is judged by its own headers."""
+    simulate(tmp_path, hosts=["a", "a", "b", "b"], extra=slow(3, "fwd", 8000))
+    simulate(tmp_path / "again", hosts=["b", "b", "a", "a"], extra=slow(0, "fwd", 8000))
+    for path in (tmp_path / "again" / "structured_logs").glob("*.jsonl"):
+        text = path.read_text().replace('"attempt":0', '"attempt":1').replace('"ts":1700', '"ts":1701')
+        (tmp_path / "structured_logs" / path.name.replace("20260101", "20260102")).write_text(text)
+        path.unlink()
+    for attempt, rank in ((None, 0), (0, 3), (1, 0)):
+        found = trace_tools.summarize(trace_tools.Run([str(tmp_path)], attempt=attempt).read())["findings"]
+        assert [(f["kind"], f["ranks"], f["hosts"], f["phase"]) for f in found] == [
+            ("straggler", [rank], ["b"], "fwd")]
+
+
 def test_one_process_alone(tmp_path):
     assert [f["kind"] for f in findings(tmp_path / "clean", world=1)] == ["healthy"]
     found = findings(tmp_path / "slower", world=1, extra=slow(0, "fwd", 12_000, first=50))

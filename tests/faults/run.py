@@ -209,7 +209,8 @@ def judge_slow(case, first, summary, step_us, clean_us):
     details.update(spread_ms=spread_ms, decidable=spread_ms < least_ms)
     details["others"] = [describe(f) for f in others]
     details["findings"] = summary["findings"]
-    if case.faults and verdict["kind"] == "straggler" and not case.also and case.first is None and case.kind == "straggler":
+    is_steady = case.kind == "straggler" and case.faults and not case.also and case.first is None
+    if is_steady and verdict["kind"] == "straggler":
         details["saving_ms"] = (verdict["saving_percent"] / 100 * step_us / 1000, effect_ms)
     return problem, details
 
