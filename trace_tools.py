@@ -2539,6 +2539,7 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
     """
     found = []
     seen: Dict[str, List[float]] = {}
+    beside: set = set()  # phases whose name, or that of the span that fills them, says what they are
     num_steps = len(judge.steps)
     meeting = {track.kind for track in judge.tracks}  # their own work is computing
     transfers: Dict[str, float] = {}
@@ -2548,6 +2549,8 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
             at_once: Counter = Counter()
             for phase in set().union(*owns.values()) if owns else ():
                 values = sorted(own.get(phase, 0.0) for own in owns.values())
+                if BESIDES.search(phase) or BESIDES.search(judge.name_of(phase)):
+                    beside.add(judge.name_of(phase))
                 at_once[judge.name_of(phase)] += values[len(values) // 4]  # on all ranks, but for a few
             for phase, us in at_once.items():
                 seen.setdefault(phase, []).append(us)
@@ -2555,8 +2558,8 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
         for phase, values in list(seen.items()):
             us = median_of_all(values, len(chosen)) * part
             del seen[phase]
-            ratio = BOUND_RATIO if BESIDES.search(phase) else ODD_RATIO
-            is_meant = phase in meeting or COMPUTE.search(phase) and not BESIDES.search(phase)
+            ratio = BOUND_RATIO if phase in beside else ODD_RATIO
+            is_meant = phase in meeting or COMPUTE.search(phase) and phase not in beside
             if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
                 found.append(bound_finding(judge, phase, us, track.steps,
                                            f"on all ranks {phase} takes {format_us(us)} of a step"))
