@@ -936,6 +936,9 @@ class FeatureStdMonitor(_OutputMonitor):
     principal axes): 1 = all on one line, C = all directions alike, 0 = all tokens the same (Roy and Vetterli,
     2007, with variances).
 
+    A collapse shows in channel_mean and effective_rank. global can stay, or rise: where a layer norm gives
+    each token the same spread, what the tokens lose is found again between the channels' means.
+
     modules: names or patterns; * stays within a part of a dotted name, ** crosses dots. Default: the
     student's and teacher's backbones. track_channels: channels/<i> as well, the first 256. channel_dim: where
     the channels are, -1 = last. effective_rank: False saves a C x C matrix and its eigenvalues, which is much
@@ -1190,8 +1193,8 @@ class ResourceUtilizationLogger:
     gpu_mem_mb of a process is absent.
 
     per_process: figures of each rank's process. cpu_percent (100 = one core), rss_mb and pss_mb are with its
-    data-loader workers; pss_mb counts shared pages once. Reading it walks the page tables: in the thread, but
-    not free.
+    child processes: data-loader workers, more of them during an evaluation, and on rank 0 W&B's service.
+    pss_mb counts shared pages once. Reading it walks the page tables: in the thread, but not free.
     emits: system/*. costs: no device sync; with several ranks one all-gather of 20 numbers each on log steps
     when there are GPUs or per_process is set, else no collective.
     """
@@ -1565,7 +1568,9 @@ class RuntimeProfiler:
     as a counter track in the trace, and on CUDA an allocator snapshot (<trace>.memory.pickle, for
     pytorch.org/memory_viz).
 
-    A run that ends inside the window keeps what was recorded; one that ends before it says so.
+    ProfilerStep#<n> in the trace is the run's step n. A run that ends inside the window keeps what was
+    recorded; one that ends before it says so.
+
     emits: nothing; files profiler/<run>-rank<N>-step<S>.json.gz. costs: steps of the window are slower, and
     its last one waits while the trace is written; nothing before and after. Memory grows with active (at most
     100) until then.
@@ -1637,9 +1642,11 @@ class RuntimeProfiler:
         warmup = max(self.start_step - state.step, 0)
         active = self.last_step - max(state.step, self.start_step) + 1
         schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=active, repeat=1)
+        first = state.step
         self._profile = torch.profiler.profile(
-            activities=activities, schedule=schedule, record_shapes=self.record_shapes,
-            profile_memory=self.memory, with_stack=self.with_stack)
+            activities=activities, schedule=lambda step: schedule(max(step - first, 0)),
+            record_shapes=self.record_shapes, profile_memory=self.memory, with_stack=self.with_stack)
+        self._profile.step_num = first  # ProfilerStep#<n> in the trace is then the loop's step n
         self._profile.start()
 
     def _finish(self, state) -> None:

@@ -243,7 +243,7 @@ class NearestNeighbours:
 
     Neighbours are the num_neighbours snippets of other files whose features have the largest cosine with its
     own. What that is worth show the same question to histograms of the bytes, the share of the most frequent
-    package, and the untrained features, whose accuracy is in the log at the start.
+    package, and the untrained features, whose accuracy is the first point, at step 0.
     """
 
     emits = {"val/knn_accuracy": "share", "val/knn_accuracy_bytes": "share",
@@ -265,25 +265,28 @@ class NearestNeighbours:
         self.banks = {split: labelled(bank, packages, snippets_per_package) for split, bank in banks.items()}
 
     def before_train(self, state):
-        self.measure(state, "nearest neighbours before training")
+        found = self.measure(state, "nearest neighbours before training")
+        # The curve begins with the untrained features; a resumed run has that point already.
+        return found if state.step == 0 else None
 
     def after_evaluate(self, state):
-        return {f"val/{name}": value for name, value in self.measure(state, "nearest neighbours").items()}
+        return self.measure(state, "nearest neighbours")
 
     @torch.no_grad()
     def measure(self, state, title: str) -> "dict[str, float]":
+        """val/knn_*, and a line in the log."""
         (texts, labels), (unseen, truth) = self.banks["train"], self.banks["val"]
         backbone = state.model.teacher["backbone"]
         features = [torch.cat([backbone(part.to(state.device)).float().cpu() for part in bank.split(256)])
                     for bank in (texts, unseen)]
-        histograms = [F.one_hot(bank, 256).sum(1).float() for bank in (texts, unseen)]
+        histograms = [byte_counts(bank) for bank in (texts, unseen)]
         most_frequent = Counter(truth.tolist()).most_common(1)[0][1]
         found = {"knn_accuracy": self.accuracy(*features, labels, truth),
                  "knn_accuracy_bytes": self.accuracy(*histograms, labels, truth),
                  "knn_accuracy_chance": most_frequent / len(truth)}
         if state.rank == 0:
             logger.info("%s: %s", title, " ".join(f"{name} {value:.3f}" for name, value in found.items()))
-        return found
+        return {f"val/{name}": value for name, value in found.items()}
 
     def accuracy(self, known: Tensor, asked: Tensor, labels: Tensor, truth: Tensor) -> float:
         center = known.mean(0)
@@ -291,6 +294,13 @@ class NearestNeighbours:
         nearest = (asked @ known.T).topk(self.num_neighbours).indices  # (Q, neighbours)
         votes = F.one_hot(labels[nearest], int(labels.max()) + 1).sum(1)
         return (votes.argmax(1) == truth).float().mean().item()
+
+
+def byte_counts(bank: Tensor) -> Tensor:
+    """How often each byte occurs in each snippet: (N, bytes) int64 -> (N, 256) float32."""
+    # one_hot would take 2 KB a byte, above a gigabyte in all, on each rank.
+    ones = torch.ones_like(bank, dtype=torch.float32)
+    return torch.zeros(len(bank), 256).scatter_add_(1, bank, ones)
 
 
 def labelled(bank: dict, packages: list, per_package: int) -> "tuple[Tensor, Tensor]":

@@ -10,7 +10,8 @@ from conftest import ROOT, torchrun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(ROOT / "recipes"))
-from dino import NearestNeighbours, SelfDistillation, TeacherUpdate, Views, sinkhorn  # noqa: E402
+from dino import (NearestNeighbours, SelfDistillation, TeacherUpdate, Views, byte_counts,  # noqa: E402
+                  sinkhorn)
 
 
 def train(folder, *overrides, timeout_s=240):
@@ -30,7 +31,8 @@ def test_features_become_better_than_histograms_and_chance(tmp_path):
     found, log = train(tmp_path, timeout_s=600)
     accuracy, by_bytes, by_chance = (found[f"val/knn_accuracy{name}"][400] for name in ("", "_bytes",
                                                                                         "_chance"))
-    untrained = float(log.partition("nearest neighbours before training: knn_accuracy ")[2].split()[0])
+    untrained = found["val/knn_accuracy"][0]
+    assert f"nearest neighbours before training: knn_accuracy {untrained:.3f} " in log
     # Seen: 0.47 against 0.32, 0.09 and, untrained, 0.37.
     assert accuracy > by_bytes + 0.08 and accuracy > untrained + 0.04 and accuracy > 3 * by_chance
     last = {key: values[400] for key, values in found.items() if 400 in values}
@@ -52,6 +54,7 @@ def test_a_collapse_shows(tmp_path):
         f"{kind}/{who}.{part}" for who in ("student", "teacher")
         for kind, part in (("feature_std", "backbone"), ("prototypes", "head"))}
     assert {key for key in found if "knn" in key} == set(NearestNeighbours.emits)
+    assert set(found["val/knn_accuracy"]) == {0, 80}  # the untrained features to compare with, and the end
 
 
 def test_views_of_a_snippet():
@@ -108,3 +111,17 @@ def test_neighbours_by_hand():
     labels = torch.tensor([0, 0, 1, 1])
     asked, truth = torch.tensor([[2.0, 0.0], [-3.0, 0.0], [-1.0, 0.0]]), torch.tensor([0, 1, 0])
     assert judge.accuracy(known, asked, labels, truth) == pytest.approx(2 / 3)
+
+
+def test_bytes_are_counted():
+    bank = torch.randint(256, (5, 512))
+    by_hand = torch.stack([torch.bincount(row, minlength=256) for row in bank])
+    assert torch.equal(byte_counts(bank), by_hand.float())
+
+
+def test_a_resumed_run_does_not_measure_its_first_point_again(monkeypatch):
+    judge = NearestNeighbours.__new__(NearestNeighbours)
+    monkeypatch.setattr(judge, "measure", lambda state, title: {"val/knn_accuracy": 0.5})
+    assert judge.before_train(SimpleNamespace(step=0)) == {"val/knn_accuracy": 0.5}
+    assert judge.before_train(SimpleNamespace(step=40)) is None
+    assert judge.after_evaluate(SimpleNamespace(step=40)) == {"val/knn_accuracy": 0.5}

@@ -151,11 +151,18 @@ def calls(trace, name):
     return sum(event.get("name") == name and event.get("ph") == "X" for event in trace["traceEvents"])
 
 
+def profiled_steps(trace):
+    """The steps as the picture names them."""
+    names = {event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep#")}
+    return sorted(int(name.partition("#")[2]) for name in names)
+
+
 def test_a_trace_of_the_window_and_a_table(tmp_path, log):
     traces = profile(tmp_path, 9, start_step=4, warmup=2, active=3)
     assert list(traces) == ["my-run-rank0-step4.json.gz"]
     trace = traces["my-run-rank0-step4.json.gz"]
     assert calls(trace, "aten::addmm") == 6  # two micro-batches in each of three steps
+    assert profiled_steps(trace) == [4, 5, 6]
     assert any("Input Dims" in event.get("args", {}) for event in trace["traceEvents"])
     assert not any(event.get("ph") == "C" for event in trace["traceEvents"])
     lines = log()[0].splitlines()
@@ -205,6 +212,7 @@ def test_a_run_too_short_for_its_window_says_so(tmp_path, log, last_step, messag
 def test_a_resumed_run_records_the_rest_of_its_window_or_none(tmp_path, log):
     (rest,) = profile(tmp_path / "a", 9, first_step=6, start_step=5, warmup=2, active=3).items()
     assert rest[0] == "my-run-rank0-step6.json.gz" and calls(rest[1], "aten::addmm") == 4
+    assert profiled_steps(rest[1]) == [6, 7]
     # A run that goes on behind the window has nothing to record, and nothing to complain of.
     assert profile(tmp_path / "b", 60, first_step=51, start_step=5, warmup=2, active=3) == {}
     assert len(log()) == 1

@@ -178,7 +178,8 @@ class Stop:
         self.name, self.kind, self.faults, self.ranks = name, kind, faults, ranks
         self.phase, self.step = phase, step
         self.nproc, self.options, self.more, self.after = nproc, options, more, after
-        self.moves = any("ranks" in fault for fault in faults) and not more
+        # Rank 0 makes the run directory: without it nobody leaves a trace.
+        self.moves = any("ranks" in f and f["place"] != "startup" for f in faults) and not more
 
 
 def at(place, what, rank=1, step=25, **more):
