@@ -1193,7 +1193,7 @@ class ResourceUtilizationLogger:
     gpu_mem_mb of a process is absent.
 
     per_process: figures of each rank's process. cpu_percent (100 = one core), rss_mb and pss_mb are with its
-    child processes: data-loader workers, more of them during an evaluation, and on rank 0 W&B's service.
+    child processes: data-loader workers, which come and go with each epoch, and on rank 0 W&B's service.
     pss_mb counts shared pages once. Reading it walks the page tables: in the thread, but not free.
     emits: system/*. costs: no device sync; with several ranks one all-gather of 20 numbers each on log steps
     when there are GPUs or per_process is set, else no collective.
