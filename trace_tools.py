@@ -1090,12 +1090,18 @@ class StepPattern:
         main.spend(ts[0][0])
         p.next_step(steps[0], ts[0][0])
         own_us, wait_us, nothing = [0] * len(steps), [0] * len(steps), [0] * len(steps)
+        met: Dict[tuple, List[tuple]] = {}  # of each kind of meeting: columns, for each time in a step
         for entry, told_ready, end, since, own_times in self.rows:
             own, work = self.own_columns(ts, main.key, *own_times)
             waits = list(map(sub, ts[end], ts[since]))
-            p.rows_of(entry["name"], told_ready).extend(steps, ts[end], waits, own, work)
+            met.setdefault((entry["name"], told_ready), []).append((ts[end], waits, own, work))
             own_us, wait_us = list(map(add, own_us, work)), list(map(add, wait_us, waits))
             p.note_meetings(entry, entry["name"], len(steps))
+        for (name, told_ready), times in met.items():
+            ends, waits, owns, works = zip(*times)
+            phases = {phase: in_turn([own.get(phase, nothing) for own in owns]) for phase in set().union(*owns)}
+            p.rows_of(name, told_ready).extend(in_turn([steps] * len(times)), in_turn(ends), in_turn(waits),
+                                               phases, in_turn(works))
         own, work = self.own_columns(ts, main.key, *self.tail)
         # From the last record of a step to the first of the next, time belongs to the span around the steps.
         gaps = list(map(sub, ts[0][1:], ts[-1]))
@@ -1131,6 +1137,11 @@ class StepPattern:
         rest = around if rest is None else rest
         own[rest] = list(map(add, own[rest], left)) if rest in own else left
         return own, work
+
+
+def in_turn(columns: Sequence[Sequence[int]]) -> Sequence[int]:
+    """What happens several times a step, as it happened: step by step."""
+    return columns[0] if len(columns) == 1 else list(chain.from_iterable(zip(*columns)))
 
 
 class StackFile:
@@ -1702,6 +1713,7 @@ NOISE_US = 20.0  # no machine is quieter
 WAITING_RATIO = 0.1  # of all steps, for the last rank: worth a word, though nobody is to blame
 COST_RATIO = 0.03  # of the time of all steps: what a straggler or bursts cost at least
 MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
+KINDS = 16  # of meetings of one name in a step: the first fifteen, and the rest
 MEMBER_RATIO = 0.5  # of the most meetings of a rank: ranks with fewer are not compared
 SAMPLES = 240  # meetings that are looked at phase by phase, of each finding
 WARM_UP_RATIO, WARM_UP_PART = 1.5, 5  # over the usual step; a fifth of the steps at most
@@ -1805,10 +1817,16 @@ def noise_of(values: Sequence[float], centre: float) -> float:
 
 
 class Meetings:
-    """All meetings of one kind that the same ranks came to; a column for each rank, all of one length."""
+    """All meetings of one kind that the same ranks came to; a column for each rank, all of one length.
 
-    def __init__(self, kind: str, told: bool):
-        self.kind, self.told = kind, told  # the spans' name, and whether they tell when own work is done
+    What meets several times a step, such as the backward of each micro-batch, is a kind for each time: the
+    work before the first one is not that before the second.
+    """
+
+    def __init__(self, kind: str, number: int, told: bool):
+        # The spans' name, which one in its step (the last kind has all the rest), and whether they tell when
+        # own work is done.
+        self.kind, self.number, self.told = kind, number, told
         self.steps = array("q")
         self.work: Dict[int, array] = {}  # microseconds since the last meeting, without what is set apart
         self.transfer = array("f")  # the least waiting: nobody waits for itself
@@ -1876,23 +1894,23 @@ def work_before_meetings(p: Process, wait_phase: Optional[str]) -> Iterator[Tupl
 
 def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meetings]:
     """The meetings of all ranks in steps, matched by kind, step and number in the step."""
-    came: Dict[str, Dict[int, Tuple[array, array, array]]] = {}  # kind: rank: which meetings, work, waiting
+    came: Dict[tuple, Dict[int, Tuple[array, array, array]]] = {}  # kind: rank: which meetings, work, waiting
     for p in mains:
         for (kind, step, number), work_us, wait_us in work_before_meetings(p, wait_phase):
             if step >= 0:
-                ranks = came.setdefault(kind, {})
+                ranks = came.setdefault((kind, min(number, KINDS - 1)), {})
                 if p.rank not in ranks:
                     ranks[p.rank] = array("q"), array("f"), array("f")
                 which, work, wait = ranks[p.rank]
                 which.append(step << 16 | min(number, 0xffff))
                 work.append(work_us)
                 wait.append(wait_us)
-    return [track_of(kind, ranks, any((kind, True) in p.rows for p in mains)) for kind, ranks in came.items()]
+    return [track_of(Meetings(kind, number, any((kind, True) in p.rows for p in mains)), ranks)
+            for (kind, number), ranks in came.items()]
 
 
-def track_of(kind: str, ranks: Dict[int, Tuple[array, array, array]], told: bool) -> Meetings:
+def track_of(track: Meetings, ranks: Dict[int, Tuple[array, array, array]]) -> Meetings:
     """The meetings of one kind that all ranks came to."""
-    track = Meetings(kind, told)
     track.num_seen = len(ranks)
     # A rank whose trace lacks much is left out, so that the others can be compared.
     most = max(len(which) for which, _, _ in ranks.values())
@@ -2090,7 +2108,9 @@ class Judge:
         self.steps = sorted({step for t in self.tracks for step in t.steps})
         self.total_us = sum(sum(map(max, zip(*t.columns()))) + sum(t.transfer) for t in self.tracks)
         self.step_us = self.total_us / len(self.steps) if self.steps else 0.0
-        self.owns: Dict[Tuple[str, int], Dict[int, Dict[str, float]]] = {}
+        self.owns: Dict[Tuple[str, int, int], Dict[int, Dict[str, float]]] = {}  # see look_at
+        self.seen: Dict[int, set] = {}  # steps of each rank that are there
+        self.times = Counter(t.kind for t in self.tracks)  # a step
         self.run = run
 
     def device_tracks(self, tracks: List[Meetings]) -> bool:
@@ -2122,32 +2142,34 @@ class Judge:
             t.steps, t.transfer = t.steps[begin:], t.transfer[begin:]
             t.work = {rank: column[begin:] for rank, column in t.work.items()}
 
-    def look_at(self, kind: str, steps: Sequence[int],
+    def look_at(self, track: Meetings, steps: Sequence[int],
                 ranks: Iterable[int]) -> List[Dict[int, Dict[str, float]]]:
         """The work before the meetings in these steps, by phase: {rank: {phase: us}} for each step."""
         ranks = set(ranks)
         for p in self.mains:
-            wanted = {step for step in steps
-                      if p.rank not in self.owns.get((kind, step), ())} if p.rank in ranks else ()
-            for (of_kind, step, _), own, _ in meetings(p, self.wait_phase) if wanted else ():
-                if of_kind == kind and step in wanted:
-                    summed = self.owns.setdefault((kind, step), {}).setdefault(p.rank, {})
+            seen = self.seen.setdefault(p.rank, set())
+            wanted = set(steps) - seen if p.rank in ranks else ()
+            for (kind, step, number), own, _ in meetings(p, self.wait_phase) if wanted else ():
+                if step in wanted:
+                    of_kind = self.owns.setdefault((kind, min(number, KINDS - 1), step), {})
+                    summed = of_kind.setdefault(p.rank, {})
                     for phase, us in own.items():
                         summed[phase] = summed.get(phase, 0.0) + us
-        return [{r: own for r, own in self.owns.get((kind, step), {}).items() if r in ranks}
-                for step in steps]
+            seen.update(wanted)
+        found = [self.owns.get((track.kind, track.number, step), {}) for step in steps]
+        return [{r: own for r, own in owns.items() if r in ranks} for owns in found]
 
     def some_ranks(self, with_rank: int) -> List[int]:
         """A rank and at most 32 others, from all over the job, that are compared phase by phase."""
         ranks = [p.rank for p in self.mains]
         return sorted({with_rank, *ranks[::(len(ranks) - 1) // 32 + 1]})
 
-    def excess(self, kind: str, steps: Sequence[int], rank: int,
+    def excess(self, track: Meetings, steps: Sequence[int], rank: int,
                usual: Optional[Sequence[int]]) -> List[Tuple[float, str]]:
         """[(median us that a rank is above the usual ones, phase)] over meetings, most first."""
         chosen = some(steps)
         excess: Dict[str, List[float]] = {}
-        for owns in self.look_at(kind, chosen, self.some_ranks(rank) if usual is None else [rank, *usual]):
+        for owns in self.look_at(track, chosen, self.some_ranks(rank) if usual is None else [rank, *usual]):
             rest = [own for r, own in owns.items() if r != rank] or [{}]
             for phase in set().union(*owns.values()) if rank in owns else ():
                 theirs_us = median_low([own.get(phase, 0.0) for own in rest])
@@ -2169,11 +2191,14 @@ class Judge:
             return late.steps
         phase, found, most = late.excess[0][1], set(), (0.0, None)
         of_rank = next(p for p in self.mains if p.rank == late.rank)
+        times: Counter = Counter()  # of each kind in a step
         for (_, step, _, phases), kind in rows_in_order(of_rank):
             most = max(most, (phases.get(phase, 0.0), step), key=lambda m: m[0])
             if kind != "" and kind not in of_rank.soft:
-                if kind == late.track.kind and step in wanted:
+                number = min(times[kind, step], KINDS - 1)
+                if (kind, number) == (late.track.kind, late.track.number) and step in wanted:
                     found.add(step if most[1] is None else most[1])
+                times[kind, step] += 1
                 most = 0.0, None
         return sorted(found) or late.steps
 
@@ -2222,7 +2247,7 @@ class Late:
         at = [i for i, us in enumerate(cuts) if us]
         self.steps = [track.steps[i] for i in at]
         self.late_us = median_low([cuts[i] for i in at])
-        self.excess = judge.excess(track.kind, self.steps, rank, usual)
+        self.excess = judge.excess(track, self.steps, rank, usual)
         self.phase = judge.name_of(self.excess[0][1]) if self.excess else track.kind
 
 
@@ -2254,9 +2279,11 @@ def always_late(judge: Judge) -> List[Late]:
     COST_RATIO of all steps.
     """
     found = []
-    floor_us = max(LATE_US, LATE_RATIO * judge.step_us)
     for track in judge.tracks:
         ranks, columns = sorted(track.work), track.columns()
+        # What meets several times a step is late a part of it each time.
+        times = judge.times[track.kind]
+        floor_us, step_us = max(LATE_US, LATE_RATIO * judge.step_us) / times, judge.step_us / times
         if len(ranks) < 2 or len(track.steps) < FEW_MEETINGS:
             continue
         fast = few_fast(columns, floor_us)
@@ -2269,17 +2296,20 @@ def always_late(judge: Judge) -> List[Late]:
             # Stages differ by design: only what changes is late.
             usual = [median_low(column[:max(len(column) // 3, 1)]) for column in late]
             late = [array("f", [us - by_design for us in column]) for column, by_design in zip(late, usual)]
-        stretches = [long_late(column, floor_us, judge.step_us) for column in late]
+        stretches = [long_late(column, floor_us, step_us) for column in late]
         noise_us = slow_noise_us(columns, stretches) if any(stretches) else 0.0
         for rank, column, known in zip(ranks, late, stretches):
             if not known or not stands_out(column, known, late, noise_us):
                 continue
-            if known.late_us * (known.last - known.first) >= COST_RATIO * judge.total_us:
+            if known.late_us * (known.last - known.first) * times >= COST_RATIO * judge.total_us:
                 # No more than it was late: at some meetings another one has taken the waiting.
                 cuts = [min(max(us, 0.0), known.late_us) if known.first <= i < known.last else 0.0
                         for i, us in enumerate(column)]
                 found.append(Late(judge, track, rank, cuts, known.z, [ranks[i] for i in fast] or None))
-    return found
+    cost_us: Counter = Counter()
+    for late in found:
+        cost_us[late.rank, late.phase] += late.late_us * len(late.steps)
+    return [late for late in found if cost_us[late.rank, late.phase] >= COST_RATIO * judge.total_us]
 
 
 def stands_out(column: array, known: Stretch, late: Sequence[array], noise_us: float) -> bool:
@@ -2455,7 +2485,7 @@ def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tupl
               if step in chosen}
     excess: Dict[str, List[float]] = {}
     steps = sorted(leader)
-    for step, owns in zip(steps, judge.look_at(track.kind, steps, work)):
+    for step, owns in zip(steps, judge.look_at(track, steps, work)):
         own = owns.get(leader[step], {})
         rest = [o for r, o in owns.items() if r != leader[step]] or [{}]
         for phase in own:
@@ -2516,7 +2546,7 @@ def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int]) -> 
     for track in judge.tracks:
         medians = []
         for steps in (before, after):
-            owns = judge.look_at(track.kind, some(steps), judge.some_ranks(0))
+            owns = judge.look_at(track, some(steps), judge.some_ranks(0))
             flat = [own for of_ranks in owns for own in of_ranks.values()]
             phases = set().union(*flat) if flat else set()
             medians.append({phase: median_low([own.get(phase, 0.0) for own in flat]) for phase in phases})
@@ -2538,14 +2568,15 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
     of a step and BOUND_US.
     """
     found = []
-    seen: Dict[str, List[float]] = {}
+    whole: Counter = Counter()  # of a step, over all meetings
     beside: set = set()  # phases whose name, or that of the span that fills them, says what they are
     num_steps = len(judge.steps)
     meeting = {track.kind for track in judge.tracks}  # their own work is computing
-    transfers: Dict[str, float] = {}
+    transfers: Counter = Counter()
     for track in judge.tracks:
         chosen = some(track.steps)
-        for owns in judge.look_at(track.kind, chosen, judge.some_ranks(0)):
+        seen: Dict[str, List[float]] = {}
+        for owns in judge.look_at(track, chosen, judge.some_ranks(0)):
             at_once: Counter = Counter()
             for phase in set().union(*owns.values()) if owns else ():
                 values = sorted(own.get(phase, 0.0) for own in owns.values())
@@ -2555,16 +2586,16 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
             for phase, us in at_once.items():
                 seen.setdefault(phase, []).append(us)
         part = len(track.steps) / num_steps
-        for phase, values in list(seen.items()):
-            us = median_of_all(values, len(chosen)) * part
-            del seen[phase]
-            ratio = BOUND_RATIO if phase in beside else ODD_RATIO
-            is_meant = phase in meeting or COMPUTE.search(phase) and phase not in beside
-            if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
-                found.append(bound_finding(judge, phase, us, track.steps,
-                                           f"on all ranks {phase} takes {format_us(us)} of a step"))
+        for phase, values in seen.items():
+            whole[phase] += median_of_all(values, len(chosen)) * part
         if not hides_work(judge, track) and not judge.is_pipeline:
-            transfers[track.kind] = median_low(track.transfer) * part
+            transfers[track.kind] += median_low(track.transfer) * part
+    for phase, us in whole.items():
+        ratio = BOUND_RATIO if phase in beside else ODD_RATIO
+        is_meant = phase in meeting or COMPUTE.search(phase) and phase not in beside
+        if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
+            found.append(bound_finding(judge, phase, us, judge.steps,
+                                       f"on all ranks {phase} takes {format_us(us)} of a step"))
     transfer_us = sum(transfers.values())
     if transfer_us > max(TRANSFER_RATIO * judge.step_us, BOUND_US):
         kind = max(transfers, key=transfers.__getitem__)
@@ -2594,8 +2625,10 @@ def hides_work(judge: Judge, track: Meetings) -> bool:
 
 def opaque(judge: Judge) -> Optional[Dict[str, Any]]:
     """`opaque`: spans that do not tell own work from waiting hold OPAQUE_RATIO of a step, and BOUND_US."""
-    dwell_us = {t.kind: median_low(t.transfer) * len(t.steps) / len(judge.steps) for t in judge.tracks
-                if hides_work(judge, t)}
+    dwell_us: Counter = Counter()
+    for track in judge.tracks:
+        if hides_work(judge, track):
+            dwell_us[track.kind] += median_low(track.transfer) * len(track.steps) / len(judge.steps)
     hidden_us = sum(dwell_us.values())
     if len(judge.mains) < 2 or hidden_us < max(OPAQUE_RATIO * judge.step_us, BOUND_US):
         return None
