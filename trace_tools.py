@@ -2922,7 +2922,7 @@ def stop_findings(run: Run, fates: Sequence[Fate], now_us: float) -> List[Dict[s
         swapped = desync(fates, missing, 0.0)
         return [swapped] if swapped else asked_to_end(fates)
     stalled_us = stall_of(fates, now_us)
-    for rule in (desync, stall, crash, killed, left_early, ended):
+    for rule in (desync, left_behind, stall, crash, killed, left_early, ended):
         found = rule(fates, missing, stalled_us)
         if found:
             return [found]
@@ -2967,8 +2967,33 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
     # Sooner, when signs of life tell how long it has been, and nobody's end explains it.
     is_explained = any(f.over or f.error and not f.is_victim() or f.silent and (
         until > last or last - f.last_ts > 1e6 * (f.p.header.get("heartbeat_s") or 0) + 1e6) for f in fates)
-    busy = [f for f in here if not f.arrived] or here
-    return until - newest if not is_explained and last - newest >= max(absurd_us(f.p) for f in busy) else 0.0
+    busy = [f for f in here if not f.arrived]
+    limits_us = [absurd_us(f.p) for f in busy or here]
+    # Ranks that all wait, and not in the same meeting, wait for ever: one that is absurd is enough.
+    apart = not busy and len({f.meeting for f in here}) > 1
+    is_absurd = last - newest >= (min(limits_us) if apart else max(limits_us))
+    return until - newest if is_absurd and not is_explained else 0.0
+
+
+def left_behind(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
+    """A rank ended in good order, and all others have stood in a meeting ever since that it never came to."""
+    over, here = [f for f in fates if f.over], [f for f in fates if not f.over]
+    if not over or not here or not all(f.arrived for f in here) or (
+            max(f.progress[0] for f in over) > min(f.progress[0] for f in here)):
+        return None
+    until = max(f.last_ts + (0.0 if f.gone else f.quiet_us) for f in here)
+    stood_us = until - max(f.mark for f in here)
+    if stood_us < max(min(absurd_us(f.p), stall_limit_us(f.p)) for f in here):
+        return None
+    head, waiting = over[0], here[0]
+    return stop_finding("left_early", over, head.phase(), head.p.last_step, "high",
+                        [f"{of_ranks(over)} ended in order after step {head.p.last_step}; {of_ranks(here)} "
+                         f"wait {waiting.place()}, for {format_us(stood_us)} by now", *how_it_ended(here)],
+                        SAME_STEPS, stood_us / 1e6)
+
+
+SAME_STEPS = ("every rank must run the same number of steps: unequal shares of the data (drop_last, "
+              "DistributedSampler), or a condition that ends one rank's loop")
 
 
 def stall(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
@@ -3094,25 +3119,37 @@ def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> 
     is_end = broke and max(f.p.last_step or 0 for f in here) - step <= 2
     if len({of for of, _ in before}) < 2 or not (is_swap or is_end):
         return None
-    # What came after the meeting before, in the steps before this one.
-    kinds = [kind for _, kind in before]
-    usual = [b for a, b in zip(kinds, kinds[1:]) if a == kinds[-1]][-3:]
-    expected = max(usual, key=usual.count, default=None)
-    odd = [f for f, (_, kind) in zip(here, row) if kind != expected]
-    if not odd or len(odd) == len(here):
-        common, count = Counter(row).most_common(1)[0]
-        odd = [f for f, at in zip(here, row) if at != common] if count > len(here) / 2 else here
+    common, count = Counter(row).most_common(1)[0]
+    if count > len(here) / 2:
+        odd = [f for f, at in zip(here, row) if at != common]
+    else:
+        expected = expected_meeting(before, step, {kind for _, kind in row})
+        odd = [f for f, (_, kind) in zip(here, row) if kind != expected]
+        odd = odd if len(odd) < len(here) else here
     told = {f.rank: at for f, at in zip(here, row)}
     others = [f for f in here if f not in odd] or odd
-    (odd_step, odd_kind), (_, kind) = told[odd[0].rank], told[others[0].rank]
+    (odd_step, odd_kind), (other_step, kind) = told[odd[0].rank], told[others[0].rank]
     return stop_finding(
         "desync", odd, kind, step, "high" if others is not odd else "low",
         [f"{of_ranks(odd)} came to {odd_kind} of step {odd_step} when {of_ranks(others)} came to {kind} of "
-         f"step {step}",
+         f"step {other_step}",
          "the same meetings in another order: sums of different things, without an error"
          if is_swap and not is_end else f"until step {before[-1][0]} all came to the same ones"],
         f"look for a condition that differs between ranks around {kind}: every rank must make the same "
         "collective calls in the same order", stalled_us / 1e6)
+
+
+def expected_meeting(before: Sequence[Tuple[int, str]], step: int, candidates: Iterable[str]) -> Optional[str]:
+    """Which kind was to come: one of some steps that is due, else what came after the meeting before in the
+    steps before this one."""
+    for kind in sorted(candidates):
+        steps = [at for at, of in before if of == kind]
+        period = period_of(steps)
+        if period and (step - steps[-1]) % period == 0 and step != steps[-1]:
+            return kind
+    kinds = [kind for _, kind in before]
+    usual = [b for a, b in zip(kinds, kinds[1:]) if a == kinds[-1]][-3:]
+    return max(usual, key=usual.count, default=None)
 
 
 def of_ranks(fates: Sequence[Fate]) -> str:
@@ -3220,9 +3257,7 @@ def left_early(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> 
     return stop_finding("left_early", over, head.phase(), head.p.last_step,
                         "high" if len(over) < len(fates) / 2 else "medium",
                         [f"{of_ranks(over)} ended in order after step {head.p.last_step}; the others "
-                         f"were at step {furthest}"] + victims(fates, over),
-                        "every rank must run the same number of steps: unequal shares of the data "
-                        "(drop_last, DistributedSampler), or a condition that ends one rank's loop")
+                         f"were at step {furthest}"] + victims(fates, over), SAME_STEPS)
 
 
 def until_gone_us(f: Fate) -> float:

@@ -1,6 +1,7 @@
 """What the verdict says about slow steps, on simulated worlds: who, where, since when, what it costs; and
 silence else."""
 
+import json
 import random
 import sys
 
@@ -63,6 +64,33 @@ def test_a_straggler_is_named_with_its_phase(tmp_path, world, phase):
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [rank], phase)]
     saved_s = broken["wall_s"] - summary(tmp_path / "clean", world=world, num_steps=60)["wall_s"]
     assert found[0]["saving_s"] / 57 == pytest.approx(saved_s / 60, rel=0.1, abs=0.001)
+
+
+def with_micro_batches(folder, times):
+    """So many of the simulated steps become one: all meet so many times a step in spans of one name."""
+    for path in (folder / "structured_logs").glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if line.get("step"):
+                line["step"] = (line["step"] + times - 1) // times
+        path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    return trace_tools.summarize(trace_tools.Run([str(folder)]).read())
+
+
+@pytest.mark.parametrize("times", [2, 4, 20])
+def test_meetings_of_one_name_several_times_a_step(tmp_path, times):
+    simulate(tmp_path / "clean", num_steps=60 * times)
+    clean = with_micro_batches(tmp_path / "clean", times)
+    assert [f["kind"] for f in clean["findings"]] == ["healthy"]
+    simulate(tmp_path / "each", num_steps=60 * times, extra=slow(2, "load", 4000))
+    broken = with_micro_batches(tmp_path / "each", times)
+    found = broken["findings"]
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "load")]
+    saved_s = (broken["wall_s"] - clean["wall_s"]) * 57 / 60  # without the warm-up
+    assert found[0]["saving_s"] == pytest.approx(saved_s, rel=0.1)
+    simulate(tmp_path / "one", num_steps=60 * times, extra=slow(1, "fwd", 20_000, every=times))
+    found = with_micro_batches(tmp_path / "one", times)["findings"]
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1], "fwd")]
 
 
 def test_names_do_not_matter(tmp_path):

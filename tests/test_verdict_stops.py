@@ -147,6 +147,16 @@ def test_left_early(tmp_path):
     assert broken.verdict() == ("left_early", [3], "opt", STEP)
 
 
+@pytest.mark.parametrize("after_s", [1, 1000])
+def test_left_early_while_the_others_still_wait(tmp_path, after_s):
+    """Told as soon as a wait is absurd, and also when the others were killed in it."""
+    broken = Broken(tmp_path).cut(3, "opt", "E").add(3, "i", "process_end", args={"how": "ok"})
+    for rank in range(3):
+        broken.cut(rank, "bwd", "ready", step=STEP + 1).beat(rank, 40_000_000)
+    assert broken.verdict(after_s) == ("left_early", [3], "opt", STEP)
+    assert "rank 0-2 wait in bwd" in broken.evidence()
+
+
 def test_terminated_from_outside(tmp_path):
     broken = Broken(tmp_path)
     for rank in range(4):
@@ -250,6 +260,21 @@ def test_a_skipped_meeting(tmp_path):
     for rank in range(4):
         broken.beat(rank, 130_000_000)
     assert broken.verdict() == ("desync", [2], "share", STEP)
+
+
+@pytest.mark.parametrize("world, after_s", [(2, 1), (4, 1), (8, 1), (4, 1000)])
+def test_a_skipped_meeting_that_is_not_in_every_step(tmp_path, world, after_s):
+    broken = Broken(tmp_path, world=world, agree_every=10)
+    for rank in range(world):
+        if rank == 1:
+            broken.cut(rank, "bwd", "ready", step=STEP + 1)
+            lines = broken.lines[rank]
+            lines[:] = [r for r in lines if (r.get("name"), r.get("step")) != ("agree", STEP)]
+        else:
+            broken.cut(rank, "agree")
+        broken.beat(rank, 60_000_000)
+    assert broken.verdict(after_s) == ("desync", [1], "agree", STEP)
+    assert f"rank 1 came to bwd of step {STEP + 1} when" in broken.evidence()
 
 
 def test_a_finished_run_is_no_stop_however_old(tmp_path):
