@@ -88,7 +88,7 @@ def test_meetings_of_one_name_several_times_a_step(tmp_path, times):
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "load")]
     saved_s = (broken["wall_s"] - clean["wall_s"]) * 57 / 60  # without the warm-up
     assert found[0]["saving_s"] == pytest.approx(saved_s, rel=0.1)
-    simulate(tmp_path / "one", num_steps=60 * times, extra=slow(1, "fwd", 20_000, every=times))
+    simulate(tmp_path / "one", num_steps=60 * times, extra=slow(1, "fwd", 10_000 * times, every=times))
     found = with_micro_batches(tmp_path / "one", times)["findings"]
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1], "fwd")]
 
