@@ -1722,7 +1722,8 @@ WARM_UP_RATIO, WARM_UP_PART = 1.5, 5  # over the usual step; a fifth of the step
 LATE_US, LATE_RATIO = 1000, 0.03  # its median lateness, at least
 MIN_Z, MIN_SIGN_Z = 6.0, 4.0  # standard errors that a median lateness is above zero; by signs alone
 BLOCKS, BLOCK_RATIO = 6, 0.3  # parts of the run, in each of which it is so much of its median late
-PLAIN_US, PLAIN_RATIO = 2 * LATE_US, 0.1  # its lateness where meetings are few, or for a part of the run
+PLAIN_US, PLAIN_RATIO = 2 * LATE_US, 0.1  # its lateness where meetings are few
+PART_RATIO = 0.05  # its lateness for a part of the run
 FEW_RATIO, FEW_PART_RATIO, FEW_TIMES = 0.15, 0.4, 0.9  # where meetings are few, and at so many of them
 PART_MEETINGS = 1.5 * FEW_MEETINGS  # the shortest part of the run
 PART_QUANTILES = (0.9, 0.97, 0.99)  # of lateness, at which a stretch is looked for: it may be short
@@ -2080,8 +2081,10 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
     low = sorted(late)[max(int(n / 2 - MIN_SIGN_Z * math.sqrt(n) / 2), 0)]
     if z < MIN_Z or low <= 0:
         return None
-    if n < MIN_MEETINGS or is_part:
+    if n < MIN_MEETINGS:
         floor_us = max(floor_us, PLAIN_RATIO * step_us, PLAIN_US)
+    elif is_part:
+        floor_us = max(floor_us, PART_RATIO * step_us)
     plain_us = (FEW_PART_RATIO if is_part else FEW_RATIO) * step_us
     times = sum(v > floor_us / 2 for v in late)
     if n < MIN_MEETINGS and (times < FEW_TIMES * n or middle < plain_us):
