@@ -1742,6 +1742,7 @@ REGULAR = 6  # times, to be told from a rank's own noise
 OFTEN_RATIO, MOST_RATIO = 0.24, 0.8  # of all meetings, of all loss: more than now and then, a straggler
 BURST_MOST = 0.5  # of a burst's cost: the largest one, else it is a spike
 PERIOD_SLACK, PERIOD_RATIO, GRIDS = 0.1, 0.8, 9  # of the period; of gaps or steps; first steps that are tried
+AT_ONCE_RATIO = 0.8  # of the steps, for bursts of several ranks
 RARE_RATIO = 2.0  # steps for one of those whose meeting a rank is always late at
 SPIKE_STEPS, SPIKE_US, SPIKE_RATIO = 3.0, 100_000, 0.01  # steps long, so long, so much of the run
 
@@ -1776,8 +1777,9 @@ BESIDES = re.compile(
 COLLECTIVE = re.compile(
     r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|share", re.I)
 BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
-PIPELINE = re.compile(r"pipeline|p2p|(recv|send)_?(f|b|act|grad|prev|next)|(^|_)pp(_|$|\d)|(^|_)stage_?\d",
-                      re.I)
+PIPELINE = re.compile(
+    r"pipeline|p2p|(recv|send)[-_]?(f|b|act|grad|prev|next)|(forward|backward|fwd|bwd)[-_](recv|send)|"
+    r"(^|_)pp(_|$|\d)|(^|_)stage_?\d", re.I)
 NO_PHASE = "the end of the step"  # stands for the waiting where no phase is known to hold it
 PEER_ERROR = re.compile(
     r"connection (was )?(closed|reset|refused)|(read|write|recv|send) ?(error|failed)|broken pipe|"
@@ -2446,7 +2448,7 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
     MOVING_RATIO of a step, CROWD_RATIO unless the last rank stands alone; one rank has at most MOVING_MOST of
     the cost, one phase at least MOVING_PHASE.
     """
-    for track in judge.tracks:
+    for track in () if judge.is_pipeline else judge.tracks:  # stages differ by design
         work = without(track, known)
         ranks = sorted(work)
         if len(ranks) < 2 or len(track.steps) < MIN_MEETINGS:
@@ -2500,10 +2502,11 @@ def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tupl
 
 
 def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
-    """`slowdown`: all ranks alike, from a step on: the split of the steps' times into two levels that fits
-    best. A step's time is the lower median of the ranks' work and the transfer: without any lateness.
+    """`slowdown`: all ranks alike, from a step on, or for a part of the run. A step's time is the lower median
+    of the ranks' work and the transfer: without any lateness.
 
-    Floors: the medians differ by SLOWER_RATIO of the first, SLOWER_US and SLOWER_NOISE of noise, to the end.
+    Floors: the medians differ by SLOWER_RATIO of the usual one, SLOWER_US and SLOWER_NOISE of noise, in all of
+    SLOWER_PARTS parts; a part of the run beyond slow noise (STRETCH_RATIO of the fastest stretch).
     """
     times: Counter = Counter()
     for track in judge.tracks:
@@ -2512,35 +2515,49 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
     steps = sorted(times)
     series = [times[s] for s in steps]
     side = max(3 * MIN_MEETINGS // 4, len(series) // SLOWER_SIDE)
-    if len(series) < 2 * side:
-        return None
-    ordered = sorted(series)
-    low, high = ordered[0], ordered[int(0.95 * (len(ordered) - 1))]
+    for first, last in (best_split(series, side), slow_stretch(series)) if len(series) >= 2 * side else ():
+        inside, outside = series[first:last], series[:first] + series[last:]
+        if min(len(inside), len(outside)) < side:
+            continue
+        usual, slow = median_low(outside), median_low(inside)
+        change, noise = slow - usual, max(noise_of(outside, usual), noise_of(inside, slow))
+        parts = [inside[len(inside) * i // SLOWER_PARTS:len(inside) * (i + 1) // SLOWER_PARTS]
+                 for i in range(SLOWER_PARTS)]
+        if change < max(SLOWER_RATIO * usual, SLOWER_US, SLOWER_NOISE * noise) or (
+                min(map(median_low, parts)) < usual + change / 2):
+            continue
+        fastest_us = stretch_us(usual - us for us in outside)
+        if last < len(series) and change * len(inside) < STRETCH_RATIO * fastest_us:
+            continue
+        phase, phase_us = changed_phase(judge, steps[:first] + steps[last:], steps[first:last])
+        when = (f"since step {steps[first]}, {format_us(usual)} before" if last == len(series) else
+                f"in steps {steps[first]} to {steps[last - 1]}, {format_us(usual)} in others")
+        return slow_finding(judge, "slowdown", sorted(judge.hosts), phase, steps[first:last],
+                            change * len(inside), change * len(inside), "high",
+                            [f"a step takes {format_us(slow)} {when}, on all ranks alike",
+                             f"{phase} takes {format_us(phase_us)} more"],
+                            f"look for what changed at step {steps[first]} for all ranks: in {phase}")
+    return None
+
+
+def best_split(series: Sequence[float], side: int) -> Tuple[int, int]:
+    """Two levels with the least squares, by running sums: [first, last) of the second one."""
+    high = sorted(series)[int(0.95 * (len(series) - 1))]
     clipped = [min(v, high) for v in series]
-    # The split with the least squares, by running sums.
     total, left, best, cut = sum(clipped), 0.0, -1.0, 0
     for i, value in enumerate(clipped[:-1], 1):
         left += value
         gain = (left / i - (total - left) / (len(clipped) - i)) ** 2 * i * (len(clipped) - i)
         if side <= i <= len(clipped) - side and gain > best:
             best, cut = gain, i
-    before, after = median_low(series[:cut]), median_low(series[cut:])
-    noise = max(noise_of(series[:cut], before), noise_of(series[cut:], after))
-    change = after - before
-    if change < max(SLOWER_RATIO * before, SLOWER_US, SLOWER_NOISE * noise):
-        return None
-    # It lasts: of the parts of what comes after, none is back to the old level.
-    rest = series[cut:]
-    if min(median_low(rest[len(rest) * i // SLOWER_PARTS:len(rest) * (i + 1) // SLOWER_PARTS or 1])
-           for i in range(SLOWER_PARTS)) < before + change / 2:
-        return None
-    phase, phase_us = changed_phase(judge, steps[:cut], steps[cut:])
-    cost_us = change * len(rest)
-    return slow_finding(judge, "slowdown", sorted(judge.hosts), phase, steps[cut:], cost_us, cost_us, "high",
-                   [f"a step takes {format_us(after)} since step {steps[cut]}, {format_us(before)} before, "
-                    f"on all ranks alike",
-                    f"{phase} takes {format_us(phase_us)} more"],
-                   f"look for what changed at step {steps[cut]} for all ranks: in {phase}")
+    return cut, len(series)
+
+
+def slow_stretch(series: Sequence[float]) -> Tuple[int, int]:
+    """The steps, [first, last), that are longer than the usual short ones, in a row: the largest sum."""
+    ordered = sorted(series)
+    usual = ordered[len(ordered) // 5]
+    return late_stretch([us - usual for us in series], ordered[int(0.9 * (len(ordered) - 1))] - usual, SLOWER_US)
 
 
 def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int]) -> Tuple[str, float]:
@@ -2677,6 +2694,21 @@ def grouped(judge: Judge, lates: Sequence[Late]) -> List[List[Late]]:
     return groups
 
 
+def at_once(groups: Iterable[List[Late]]) -> List[List[Late]]:
+    """Bursts of several ranks in the same phase at the same steps, as of a host's cron job, are one."""
+    found: List[Tuple[set, List[Late]]] = []
+    for group in groups:
+        steps = {step for late in group for step in late.steps}
+        for known, together in found:
+            if together[0].phase == group[0].phase and (
+                    len(steps & known) >= AT_ONCE_RATIO * max(len(steps), len(known))):
+                together += group
+                break
+        else:
+            found.append((steps, list(group)))
+    return [together for _, together in found]
+
+
 def is_rare(judge: Judge, group: Sequence[Late]) -> bool:
     """Whether ranks are late at a meeting of few steps, such as every tenth, and not in the steps between."""
     late = {step for each in group for step in each.steps}
@@ -2755,8 +2787,16 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                 "share of the data, its host, what only it does")
     is_plain = not head.z or head.z >= 2 * MIN_Z and len(head.steps) >= MIN_MEETINGS
     confidence = "high" if is_plain and part > PHASE_RATIO else "medium"
+    if may_be_waiting(judge, phase):
+        confidence = "low"
+        advice = f"if ranks wait for each other in {phase}, mark it with sync=True: then waiting is told from work"
     return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice,
                         period)
+
+
+def may_be_waiting(judge: Judge, phase: Optional[str]) -> bool:
+    """Whether a phase is named like a meeting of ranks, and is not marked as one."""
+    return bool(phase and COLLECTIVE.search(phase)) and phase not in {track.kind for track in judge.tracks}
 
 
 def cost_of(late: Late) -> float:
@@ -2804,7 +2844,7 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
             bursts.setdefault((late.rank, late.phase), []).append(late)
         else:
             every.append((kind, [late]))
-    every += [("burst", group) for group in bursts.values()]
+    every += [("burst", group) for group in at_once(bursts.values())]
     for kind, group in every:
         # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
         others = [late for _, other in every if other is not group for late in other]
@@ -2815,7 +2855,10 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     found += [f for f in bound(judge) if f["phase"] not in slower]  # it was not bound before
     # What moves from rank to rank comes after ranks that are always late: it may be no more than noise.
     is_named = any(f["kind"] in ("straggler", "slow_host") for f in found)
-    found.sort(key=lambda f: (is_named and f["kind"] == "imbalance", -f["saving_s"], -f["cost_s"]))
+    # So does what may be the waiting for another rank.
+    found.sort(key=lambda f: (is_named and f["kind"] == "imbalance",
+                              f["kind"] != "bound" and may_be_waiting(judge, f["phase"]),
+                              -f["saving_s"], -f["cost_s"]))
     if found:
         best = found[0]
         per_step = judge.step_us - best["saving_s"] * 1e6 / len(judge.steps)
@@ -2826,6 +2869,12 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
         best["evidence"].append(f"without it a step would take {format_us(per_step)} instead of "
                                 f"{format_us(judge.step_us)}{after}")
     blind = opaque(judge)
+    for slower in [f for f in found if blind and f["kind"] == "slowdown" and f["phase"] == blind["phase"]]:
+        # All alike, or one that the others wait for: that is what cannot be told.
+        found.remove(slower)
+        blind["evidence"][:0] = [slower["evidence"][0].replace(
+            "on all ranks alike", "on all ranks, or on one that the others wait for in there")]
+        blind["steps"] = slower["steps"]
     return found + ([blind] if blind else [])
 
 
