@@ -176,6 +176,39 @@ def test_all_slower_from_a_step_on(tmp_path):
     assert [(f["kind"], f["phase"], f["steps"]["first"]) for f in found] == [("slowdown", "fwd", 60)]
 
 
+@pytest.mark.parametrize("first, last", [(40, 69), (60, 130), (20, 110)])
+def test_all_slower_for_a_part_of_the_run(tmp_path, first, last):
+    found = findings(tmp_path, num_steps=150, extra=slow(range(4), "fwd", 12_000, first, last))
+    assert [(f["kind"], f["phase"], f["steps"]["first"], f["steps"]["last"]) for f in found] == [
+        ("slowdown", "fwd", first, last)]
+
+
+@pytest.mark.parametrize("world", [3, 8, 32])
+def test_a_part_of_the_run_needs_a_twentieth_of_a_step(tmp_path, world):
+    for number, (first, last) in enumerate([(60, 200), (1, 120), (70, 180)]):
+        found = findings(tmp_path / str(number), world=world, num_steps=200,
+                         extra=slow(2, "fwd", 2600, first, last))
+        assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "fwd")]
+        assert abs(found[0]["steps"]["first"] - max(first, 4)) <= 1
+
+
+def test_bursts_of_a_whole_host_are_one_finding(tmp_path):
+    found = findings(tmp_path, world=8, num_steps=150, hosts=["a"] * 4 + ["b"] * 4,
+                     extra=slow([4, 5, 6, 7], "load", 80_000, first=7, every=12))
+    assert [(f["kind"], f["ranks"], f["hosts"], f["phase"], f["steps"]["period"]) for f in found] == [
+        ("burst", [4, 5, 6, 7], ["b"], "load", 12)]
+
+
+def test_waiting_that_is_not_marked_is_no_culprit(tmp_path):
+    """Rank 5 is slow in fwd; its neighbours wait for it in a span that nobody marked."""
+    def extra(rank, step, phase):
+        return 15_000 if (rank, phase) == (5, "fwd") or rank in (4, 6, 7) and phase == "tp_all_reduce" else 0
+    found = findings(tmp_path, world=8, extra=extra,
+                     phases={"load": 2000, "fwd": 11_000, "tp_all_reduce": 500, "bwd": 17_000, "opt": 1000})
+    assert (found[0]["kind"], found[0]["ranks"], found[0]["phase"]) == ("straggler", [5], "fwd")
+    assert all(f["confidence"] == "low" and "sync=True" in f["advice"] for f in found[1:])
+
+
 def test_all_wait_for_data(tmp_path):
     found = findings(tmp_path, world=8, phases=dict(PHASES, load=20_000))
     assert [(f["kind"], f["phase"]) for f in found] == [("bound", "load")]
@@ -273,6 +306,12 @@ def test_stages_of_a_pipeline_differ_by_design(tmp_path, replicas):
     slower = found("slower", slow(2, "forward", 8000, first=40))
     assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["first"])
             for f in slower] == [("straggler", [2], "forward", 40)]
+
+
+def test_slower_in_what_cannot_be_told_is_opaque(tmp_path):
+    found = findings(tmp_path, num_steps=150, mark="none", extra=slow(1, "bwd", 15_000, first=60))
+    assert [(f["kind"], f["phase"], f["steps"]["first"]) for f in found] == [("opaque", "bwd", 60)]
+    assert "since step 60" in found[0]["evidence"][0]
 
 
 def test_under_fsdp_it_says_that_it_cannot_tell(tmp_path):
