@@ -3393,10 +3393,17 @@ def find(run: Run, mains: Sequence[Process], fates: Sequence[Fate], now_us: floa
         return [finding("insufficient", [], [], None, judge.steps, "low",
                         [f"{num_steps} steps (without the first {judge.num_warm_up}): nothing stands out, "
                          f"but it takes {MIN_MEETINGS} to tell"], "let it run on, or widen --steps")]
-    lost = sum(sum(losses(track.columns())[0]) for track in judge.tracks) / judge.total_us
+    cost_us: Counter = Counter()  # of each rank's lateness
+    for track in judge.tracks:
+        cost_us.update(dict(zip(sorted(track.work), map(sum, losses(track.columns())[1]))))
+    lost = sum(cost_us.values()) / judge.total_us
+    rank, most = cost_us.most_common(1)[0] if cost_us else (None, 0.0)
+    stands_out = most > max(2 * sum(cost_us.values()) / len(cost_us), COST_RATIO * judge.total_us / 3)
+    who = (f"rank {rank} most ({100 * most / judge.total_us:.1f} %): too little, or too much like noise, to blame it"
+           if stands_out and len(cost_us) > 2 else "no rank more than others")
     return [finding("healthy", [], [], None, judge.steps, "high",
                     [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
-                     "them, no rank more than others"], "nothing to do" if lost < WAITING_RATIO else
+                     f"them, {who}"], "nothing to do" if lost < WAITING_RATIO else
                     "no rank is to blame for the waiting: each is the last one now and then, by chance. More "
                     "work between meetings (larger batches, accumulation) or steadier work (a core for each "
                     "thread, batches of equal size) makes it less")]
