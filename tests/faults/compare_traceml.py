@@ -12,6 +12,7 @@ counts.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import scenarios  # noqa: E402
+from run import kill_trees  # noqa: E402
 
 NUM_STEPS = 130
 PART_OF = {"data": ("input",), "to_device": ("h2d", "input", "residual"), "forward": ("compute", "forward"),
@@ -45,10 +47,9 @@ def run_one(nproc, faults, folder, overrides=()):
             job.wait(120)
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGINT)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 job.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGKILL)
+        kill_trees([job])
     path = folder / "run" / "final_summary.json"
     return json.loads(path.read_text())["primary_diagnosis"] if path.exists() else None
 

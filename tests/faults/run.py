@@ -37,6 +37,33 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def descendants(pids):
+    """Workers have sessions of their own under torchrun's agent: all are found by their parents."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = stat.read_text().split(" (", 1)
+        except OSError:
+            continue
+        parents.setdefault(int(rest.rpartition(")")[2].split()[1]), []).append(int(pid))
+    found, queue = [], list(pids)
+    while queue:
+        children = parents.get(queue.pop(), [])
+        found += children
+        queue += children
+    return found
+
+
+def kill_trees(processes):
+    """End these processes and all that they started."""
+    pids = [process.pid for process in processes]
+    for pid in [*descendants(pids), *pids]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
 class Job:
     """One torchrun job, of two agents with host names of their own if wanted; leaving it kills whatever is
     left."""
@@ -68,30 +95,11 @@ class Job:
         return self
 
     def __exit__(self, *_):
-        # Workers have sessions of their own under torchrun's agent: all are found by their parents.
-        for pid in [*self.descendants(), *(agent.pid for agent in self.agents)]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        for agent in self.agents:
-            agent.wait()
+        kill_trees(self.agents)
         self.log.close()
 
     def descendants(self):
-        parents = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                pid, rest = stat.read_text().split(" (", 1)
-            except OSError:
-                continue
-            parents.setdefault(int(rest.rpartition(")")[2].split()[1]), []).append(int(pid))
-        found, queue = [], [agent.pid for agent in self.agents]
-        while queue:
-            children = parents.get(queue.pop(), [])
-            found += children
-            queue += children
-        return found
+        return descendants(agent.pid for agent in self.agents)
 
     def wait(self, timeout_s):
         end = time.monotonic() + timeout_s
