@@ -3177,6 +3177,8 @@ def desync(fates: Sequence[Fate], missing: Sequence[int], stalled_us: float) -> 
     else:
         expected = expected_meeting(before, step, {kind for _, kind in row})
         odd = [f for f, (_, kind) in zip(here, row) if kind != expected]
+        if not odd:  # the same kind, of another step: who is ahead has left one out
+            odd = [f for f, (at, _) in zip(here, row) if at != step]
         odd = odd if len(odd) < len(here) else here
     told = {f.rank: at for f, at in zip(here, row)}
     others = [f for f in here if f not in odd] or odd

@@ -277,6 +277,17 @@ def test_a_skipped_meeting_that_is_not_in_every_step(tmp_path, world, after_s):
     assert f"rank 1 came to bwd of step {STEP + 1} when" in broken.evidence()
 
 
+def test_the_same_meeting_of_another_step(tmp_path):
+    """Of two ranks one has left out the meeting of a step, and stands in that of the next one."""
+    broken = Broken(tmp_path, world=2, agree_every=10)
+    step = STEP + 1
+    broken.cut(0, "bwd", "ready", step).cut(1, "bwd", "ready", step + 1)
+    broken.lines[1] = [r for r in broken.lines[1] if (r.get("name"), r.get("step")) != ("bwd", step)]
+    for rank in range(2):
+        broken.beat(rank, 130_000_000)
+    assert broken.verdict(1.0) == ("desync", [1], "bwd", step)
+
+
 def test_a_finished_run_is_no_stop_however_old(tmp_path):
     assert Broken(tmp_path).verdict()[0] == "healthy"
 
