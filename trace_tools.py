@@ -1712,6 +1712,7 @@ def gaps(run: Run, missing: Sequence[int]) -> List[str]:
 NOISE_US = 20.0  # no machine is quieter
 WAITING_RATIO = 0.1  # of all steps, for the last rank: worth a word, though nobody is to blame
 COST_RATIO = 0.03  # of the time of all steps: what a straggler or bursts cost at least
+SHARE_RATIO = 0.02  # of the time of all steps: the least that is left of it where others are late as well
 MIN_MEETINGS, FEW_MEETINGS = 20, 8  # with fewer, only plain cases; with fewer still, none
 KINDS = 16  # of meetings of one name in a step: the first fifteen, and the rest
 MEMBER_RATIO = 0.5  # of the most meetings of a rank: ranks with fewer are not compared
@@ -2529,15 +2530,34 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
         fastest_us = stretch_us(usual - us for us in outside)
         if last < len(series) and change * len(inside) < STRETCH_RATIO * fastest_us:
             continue
-        phase, phase_us = changed_phase(judge, steps[:first] + steps[last:], steps[first:last])
         when = (f"since step {steps[first]}, {format_us(usual)} before" if last == len(series) else
                 f"in steps {steps[first]} to {steps[last - 1]}, {format_us(usual)} in others")
-        return slow_finding(judge, "slowdown", sorted(judge.hosts), phase, steps[first:last],
-                            change * len(inside), change * len(inside), "high",
-                            [f"a step takes {format_us(slow)} {when}, on all ranks alike",
+        risen = [rank for rank, us in risen_us(judge, set(steps[first:last])).items() if us > change / 2]
+        is_some = 0 < len(risen) < len(judge.hosts)
+        who = f"rank {format_ranks(risen)}" if is_some else "all ranks"
+        phase, phase_us = changed_phase(judge, steps[:first] + steps[last:], steps[first:last],
+                                        risen if is_some else judge.some_ranks(0))
+        return slow_finding(judge, "straggler" if is_some else "slowdown", risen if is_some else sorted(judge.hosts),
+                            phase, steps[first:last], change * len(inside), change * len(inside),
+                            "medium" if is_some else "high",
+                            [f"a step takes {format_us(slow)} {when}, on {who}" + ("" if is_some else " alike"),
                              f"{phase} takes {format_us(phase_us)} more"],
-                            f"look for what changed at step {steps[first]} for all ranks: in {phase}")
+                            f"look for what changed at step {steps[first]} for {who}: in {phase}")
     return None
+
+
+def risen_us(judge: Judge, inside: set) -> Dict[int, float]:
+    """How much longer each rank's own work takes in these steps than in the others, in the median."""
+    risen: Dict[int, float] = {}
+    for rank in sorted(judge.hosts):
+        work: Counter = Counter()
+        for track in judge.tracks:
+            for step, us in zip(track.steps, track.work.get(rank, ())):
+                work[step] += us
+        levels = [median_low([us for step, us in work.items() if (step in inside) is is_in] or [0.0])
+                  for is_in in (True, False)]
+        risen[rank] = levels[0] - levels[1]
+    return risen
 
 
 def best_split(series: Sequence[float], side: int) -> Tuple[int, int]:
@@ -2560,19 +2580,22 @@ def slow_stretch(series: Sequence[float]) -> Tuple[int, int]:
     return late_stretch([us - usual for us in series], ordered[int(0.9 * (len(ordered) - 1))] - usual, SLOWER_US)
 
 
-def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int]) -> Tuple[str, float]:
-    """The phase whose median over ranks and steps rose most, by how much; a meeting's is its transfer."""
+def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int],
+                  ranks: Sequence[int]) -> Tuple[str, float]:
+    """The phase whose median over ranks and steps rose most, by how much; a meeting's is its transfer, which
+    no rank alone makes longer."""
     changes: Dict[str, float] = {}
+    is_all = ranks == judge.some_ranks(0)
     for track in judge.tracks:
         medians = []
         for steps in (before, after):
-            owns = judge.look_at(track, some(steps), judge.some_ranks(0))
+            owns = judge.look_at(track, some(steps), ranks)
             flat = [own for of_ranks in owns for own in of_ranks.values()]
             phases = set().union(*flat) if flat else set()
             medians.append({phase: median_low([own.get(phase, 0.0) for own in flat]) for phase in phases})
             chosen = set(steps)
             waits = [us for step, us in zip(track.steps, track.transfer) if step in chosen]
-            medians[-1]["\0"] = median_low(waits) if waits else 0.0
+            medians[-1]["\0"] = median_low(waits) if waits and is_all else 0.0
         for phase in set(medians[0]) | set(medians[1]):
             name = track.kind if phase == "\0" else phase
             changes[name] = changes.get(name, 0.0) + medians[1].get(phase, 0.0) - medians[0].get(phase, 0.0)
@@ -2741,13 +2764,18 @@ def usual_late_us(group: Sequence[Late]) -> float:
     return median_low([late.late_us for late in group])
 
 
-def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[Late]) -> Dict[str, Any]:
-    """A finding from lates: what they cost, what fixing them alone would save, and how that is known."""
+def describe_late(judge: Judge, kind: str, group: List[Late],
+                  others: Sequence[Late]) -> Optional[Dict[str, Any]]:
+    """A finding from lates: what they cost, what fixing them alone would save, and how that is known. None
+    when that is too little, also without the others: in much noise many ranks are late by a little."""
     head = max(group, key=lambda l: l.late_us * len(l.steps))
     ranks = sorted({late.rank for late in group})
     saving_us = max(replay(judge, group), 0.0)
     cost_us = sum(map(cost_of, group))
     cost_us = max(cost_us, saving_us)  # when most ranks are slow, the lower median is slow as well
+    hidden_us = replay(judge, list(others) + group) - replay(judge, others) if others else saving_us
+    if kind != "spike" and max(cost_us, hidden_us) < SHARE_RATIO * judge.total_us:
+        return None
     now_and_then = kind in ("burst", "spike")
     steps = sorted({step for late in group
                     for step in (judge.steps_of_work(late) if now_and_then else late.steps)})
@@ -2769,7 +2797,6 @@ def describe_late(judge: Judge, kind: str, group: List[Late], others: Sequence[L
                 + (f" (z {head.z:.0f})" if head.z else ""),
                 f"{100 * part:.0f} % of it in {phase or 'code between spans'}"]
     evidence += different_scalars(judge, ranks)
-    hidden_us = replay(judge, list(others) + group) - replay(judge, others) if others else saving_us
     if saving_us < HIDDEN_RATIO * hidden_us:
         behind = format_ranks({late.rank for late in others})
         evidence.append(f"hidden behind rank {behind}: saves {format_us(saving_us)} alone, "
@@ -2848,7 +2875,8 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     for kind, group in every:
         # Another one of the same finding in a later kind of meeting of the same step would be counted twice.
         others = [late for _, other in every if other is not group for late in other]
-        found.append(describe_late(judge, kind, group, others))
+        told = describe_late(judge, kind, group, others)
+        found += [told] if told else []
     known = [late for _, group in every for late in group]
     found += [f for f in (moving(judge, known), slower_since(judge)) if f]
     slower = {f["phase"] for f in found if f["kind"] == "slowdown"}
