@@ -2537,9 +2537,10 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
         who = f"rank {format_ranks(risen)}" if is_some else "all ranks"
         phase, phase_us = changed_phase(judge, steps[:first] + steps[last:], steps[first:last],
                                         risen if is_some else judge.some_ranks(0))
-        return slow_finding(judge, "straggler" if is_some else "slowdown", risen if is_some else sorted(judge.hosts),
-                            phase, steps[first:last], change * len(inside), change * len(inside),
-                            "medium" if is_some else "high",
+        kind, ranks, confidence = (("straggler", risen, "medium") if is_some else
+                                   ("slowdown", sorted(judge.hosts), "high"))
+        cost_us = change * len(inside)
+        return slow_finding(judge, kind, ranks, phase, steps[first:last], cost_us, cost_us, confidence,
                             [f"a step takes {format_us(slow)} {when}, on {who}" + ("" if is_some else " alike"),
                              f"{phase} takes {format_us(phase_us)} more"],
                             f"look for what changed at step {steps[first]} for {who}: in {phase}")
@@ -2577,7 +2578,8 @@ def slow_stretch(series: Sequence[float]) -> Tuple[int, int]:
     """The steps, [first, last), that are longer than the usual short ones, in a row: the largest sum."""
     ordered = sorted(series)
     usual = ordered[len(ordered) // 5]
-    return late_stretch([us - usual for us in series], ordered[int(0.9 * (len(ordered) - 1))] - usual, SLOWER_US)
+    high = ordered[int(0.9 * (len(ordered) - 1))]
+    return late_stretch([us - usual for us in series], high - usual, SLOWER_US)
 
 
 def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int],
@@ -2816,7 +2818,8 @@ def describe_late(judge: Judge, kind: str, group: List[Late],
     confidence = "high" if is_plain and part > PHASE_RATIO else "medium"
     if may_be_waiting(judge, phase):
         confidence = "low"
-        advice = f"if ranks wait for each other in {phase}, mark it with sync=True: then waiting is told from work"
+        advice = (f"if ranks wait for each other in {phase}, mark it with sync=True: then waiting is told "
+                  "from work")
     return slow_finding(judge, kind, ranks, phase, steps, cost_us, saving_us, confidence, evidence, advice,
                         period)
 
@@ -3429,8 +3432,8 @@ def find(run: Run, mains: Sequence[Process], fates: Sequence[Fate], now_us: floa
     lost = sum(cost_us.values()) / judge.total_us
     rank, most = cost_us.most_common(1)[0] if cost_us else (None, 0.0)
     stands_out = most > max(2 * sum(cost_us.values()) / len(cost_us), COST_RATIO * judge.total_us / 3)
-    who = (f"rank {rank} most ({100 * most / judge.total_us:.1f} %): too little, or too much like noise, to blame it"
-           if stands_out and len(cost_us) > 2 else "no rank more than others")
+    who = (f"rank {rank} most ({100 * most / judge.total_us:.1f} %): too little, or too much like noise, to "
+           "blame it" if stands_out and len(cost_us) > 2 else "no rank more than others")
     return [finding("healthy", [], [], None, judge.steps, "high",
                     [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
                      f"them, {who}"], "nothing to do" if lost < WAITING_RATIO else
