@@ -563,6 +563,7 @@ class Process:
         self.wait_us: Counter = Counter()  # per phase: in sync spans, when this rank's own work was done
         self.first_ts = self.last_ts = None  # any record, heartbeats too: signs of life
         self.first_step = self.last_step = None
+        self.steps_begun = 0
         # The step that is being filled.
         self.step, self.step_own_us, self.step_wait_us, self.step_apart = -1, 0, 0, False
         self.own_a_step, self.wait_a_step = Durations(), Durations()
@@ -794,6 +795,7 @@ class Process:
         self.step, self.step_own_us, self.step_wait_us = step, 0, 0
         self.step_apart = self.main.apart is not None
         if step >= 0:
+            self.steps_begun += 1
             self.first_step = step if self.first_step is None else min(self.first_step, step)
             self.last_step = step if self.last_step is None else max(self.last_step, step)
 
@@ -915,7 +917,8 @@ class Process:
         return self.how() == "ok" or self.how() == "exit" and code in (None, 0)
 
     def num_steps(self) -> int:
-        return 0 if self.last_step is None else self.last_step - self.first_step + 1
+        """Steps that it made: their numbers need not follow each other."""
+        return self.steps_begun
 
     def last_stack(self) -> List[str]:
         """The main thread's frames in the last dump of it, innermost first: file:line:function."""
@@ -1116,6 +1119,7 @@ class StepPattern:
         main.mark = ts[-1][-1]
         p.step, p.step_own_us, p.step_wait_us = steps[-1], own_us[-1], wait_us[-1]
         p.first_step, p.last_step = min(p.first_step, *steps), max(p.last_step, *steps)
+        p.steps_begun += len(steps) - 1
         for name, group in self.spans:
             (p.phases.get(name) or p.phase(name)).extend(map(int, columns[group]), steps)
         for group in self.scalars:
@@ -1718,6 +1722,7 @@ KINDS = 16  # of meetings of one name in a step: the first fifteen, and the rest
 MEMBER_RATIO = 0.5  # of the most meetings of a rank: ranks with fewer are not compared
 SAMPLES = 240  # meetings that are looked at phase by phase, of each finding
 WARM_UP_RATIO, WARM_UP_PART = 1.5, 5  # over the usual step; a fifth of the steps at most
+WARM_UP_ALONE = 20  # steps at most, of one rank
 
 # A straggler
 LATE_US, LATE_RATIO = 1000, 0.03  # its median lateness, at least
@@ -1737,11 +1742,13 @@ HOST_RATIO, HOSTS_ALIKE = 0.4, (0.6, 1.7)  # least over most late rank of a host
 # Late now and then, or once
 OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: above the usual by all three
 LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the usual one of its outliers
-PERIODIC = 3, COST_RATIO, 0.2  # outliers, of all steps' time, of all outliers' loss
-IRREGULAR = 5, 2 * COST_RATIO, 0.6  # noise has no period
+# Outliers; their cost, of all steps' time and of all outliers' loss; the largest one's part of it, else it is
+# a spike.
+PERIODIC = 3, COST_RATIO, 0.2, 0.5
+IRREGULAR = 5, 1.5 * COST_RATIO, 0.6, 0.5  # noise has no period
+COSTLY = 2, 0.1, 0.8, 0.7  # few, but one rank's
 REGULAR = 6  # times, to be told from a rank's own noise
 OFTEN_RATIO, MOST_RATIO = 0.24, 0.8  # of all meetings, of all loss: more than now and then, a straggler
-BURST_MOST = 0.5  # of a burst's cost: the largest one, else it is a spike
 PERIOD_SLACK, PERIOD_RATIO, GRIDS = 0.1, 0.8, 9  # of the period; of gaps or steps; first steps that are tried
 AT_ONCE_RATIO = 0.8  # of the steps, for bursts of several ranks
 RARE_RATIO = 2.0  # steps for one of those whose meeting a rank is always late at
@@ -1757,7 +1764,6 @@ MOVING_MOST, MOVING_PHASE = 0.75, 0.6  # of the cost: one rank's at most, one ph
 SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 2.0  # from a step on, of the steps before
 SLOWER_SIDE, SLOWER_PARTS = 10, 5  # least part before and after; parts afterwards, all of them slower
 BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000
-ODD_RATIO = 0.5  # for a phase whose name says nothing
 
 # What is said of a finding
 PHASE_RATIO, HIDDEN_RATIO = 0.6, 0.5  # its cost in one phase: sure; its saving while others hide it
@@ -1774,7 +1780,8 @@ SAME_ORDER = 200  # meetings before a desync that tell what was to come
 
 COMPUTE = re.compile(r"forward|backward|fwd|bwd|optim|compute|train|step|kernel|rollout|generate", re.I)
 BESIDES = re.compile(
-    r"data|load|fetch|batch|input|read|token|augment|next|copy|to_|h2d|hook|callback|log|metric|write", re.I)
+    r"data|load|fetch|batch|input|read|token|augment|next|copy|to_|h2d|hook|callback|log|metric|write|"
+    r"prepare|preprocess|collate|decode|queue|disk|storage", re.I)
 COLLECTIVE = re.compile(
     r"reduce|gather|scatter|broadcast|barrier|all_?to_?all|sync|comm|send|recv|wait|agree|share", re.I)
 BACKWARD = re.compile(r"backward|bwd|reduce|sync|barrier|wait", re.I)
@@ -1944,9 +1951,9 @@ def telling_phase(mains: Sequence[Process]) -> Optional[str]:
     named like a backward.
     """
     chosen = mains[::len(mains) // 32 + 1]
-    stride = max((p.last_step - p.first_step for p in chosen if p.last_step is not None),
-                 default=0) // 300 + 1
-    per_rank = [{step: own for (_, step, _), own, _ in meetings(p, "") if step % stride == 0} for p in chosen]
+    steps = [step for (_, step, _), _, _ in work_before_meetings(chosen[0], "")] if chosen else []
+    some_steps = set(steps[::len(steps) // 300 + 1])
+    per_rank = [{step: own for (_, step, _), own, _ in meetings(p, "") if step in some_steps} for p in chosen]
     common = sorted(set.intersection(*map(set, per_rank))) if per_rank else []
     names: Counter = Counter()
     for steps in per_rank:
@@ -2135,12 +2142,14 @@ class Judge:
         return True
 
     def cut_warm_up(self, tracks: List[Meetings]) -> None:
-        per_step: Counter = Counter()
+        # One rank alone warms up for few steps: for longer it is slow.
+        usual, last = Counter(), Counter()
         for t in tracks:
-            for step, work in zip(t.steps, map(max, zip(*t.columns()))):
-                per_step[step] += work
-        steps = sorted(per_step)
-        cut = warm_up([per_step[s] for s in steps])
+            for step, work in zip(t.steps, zip(*t.columns())):
+                usual[step] += median_low(work)
+                last[step] += max(work)
+        steps = sorted(usual)
+        cut = max(warm_up([usual[s] for s in steps]), min(warm_up([last[s] for s in steps]), WARM_UP_ALONE))
         self.num_warm_up = cut
         first = steps[cut] if steps else 0
         for t in tracks:
@@ -2392,9 +2401,9 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
             own = regular or own
             cost = sum(loss[i] for i in own)
             period = period_of([track.steps[i] for i in own])
-            num, ratio, part = PERIODIC if period else IRREGULAR
-            if (len(own) >= num and cost >= max(ratio * judge.total_us, part * everything)
-                    and max(column[i] for i in own) < BURST_MOST * cost):
+            largest = max((column[i] for i in own), default=0.0)
+            if any(len(own) >= num and cost >= max(ratio * judge.total_us, part * everything) and largest < most * cost
+                   for num, ratio, part, most in (PERIODIC if period else IRREGULAR, COSTLY)):
                 at = set(own)
                 cuts = [us if i in at else 0.0 for i, us in enumerate(column)]
                 is_usual = len(own) >= OFTEN_RATIO * len(judge.steps) and cost >= MOST_RATIO * sum(loss)
@@ -2515,16 +2524,17 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
             times[step] += median_low(work) + transfer
     steps = sorted(times)
     series = [times[s] for s in steps]
-    side = max(3 * MIN_MEETINGS // 4, len(series) // SLOWER_SIDE)
-    for first, last in (best_split(series, side), slow_stretch(series)) if len(series) >= 2 * side else ():
+    few, side = FEW_MEETINGS, max(3 * MIN_MEETINGS // 4, len(series) // SLOWER_SIDE)
+    for first, last in (best_split(series, few), slow_stretch(series)) if len(series) >= 2 * few else ():
         inside, outside = series[first:last], series[:first] + series[last:]
-        if min(len(inside), len(outside)) < side:
+        if min(len(inside), len(outside)) < few:
             continue
+        plain = 2 if min(len(inside), len(outside)) < side else 1  # few steps need a plain case
         usual, slow = median_low(outside), median_low(inside)
         change, noise = slow - usual, max(noise_of(outside, usual), noise_of(inside, slow))
         parts = [inside[len(inside) * i // SLOWER_PARTS:len(inside) * (i + 1) // SLOWER_PARTS]
                  for i in range(SLOWER_PARTS)]
-        if change < max(SLOWER_RATIO * usual, SLOWER_US, SLOWER_NOISE * noise) or (
+        if change < max(plain * SLOWER_RATIO * usual, SLOWER_US, plain * SLOWER_NOISE * noise) or (
                 min(map(median_low, parts)) < usual + change / 2):
             continue
         fastest_us = stretch_us(usual - us for us in outside)
@@ -2608,8 +2618,8 @@ def changed_phase(judge: Judge, before: Sequence[int], after: Sequence[int],
 def bound(judge: Judge) -> List[Dict[str, Any]]:
     """`bound`: what takes much of every step on all ranks, and is not the model's own computing.
 
-    A phase's lower quartile over ranks, median over meetings: above BOUND_RATIO of a step (ODD_RATIO when its
-    name says nothing) and BOUND_US. The transfer, median of the least waiting: above TRANSFER_RATIO
+    A phase's lower quartile over ranks, median over meetings: above BOUND_RATIO of a step and BOUND_US, where
+    its name tells that it is no computing. The transfer, median of the least waiting: above TRANSFER_RATIO
     of a step and BOUND_US.
     """
     found = []
@@ -2636,9 +2646,7 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
         if not hides_work(judge, track) and not judge.is_pipeline:
             transfers[track.kind] += median_low(track.transfer) * part
     for phase, us in whole.items():
-        ratio = BOUND_RATIO if phase in beside else ODD_RATIO
-        is_meant = phase in meeting or COMPUTE.search(phase) and phase not in beside
-        if us > max(ratio * judge.step_us, BOUND_US) and not is_meant:
+        if phase in beside - meeting and us > max(BOUND_RATIO * judge.step_us, BOUND_US):
             found.append(bound_finding(judge, phase, us, judge.steps,
                                        f"on all ranks {phase} takes {format_us(us)} of a step"))
     transfer_us = sum(transfers.values())
@@ -2881,7 +2889,9 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
         told = describe_late(judge, kind, group, others)
         found += [told] if told else []
     known = [late for _, group in every for late in group]
-    found += [f for f in (moving(judge, known), slower_since(judge)) if f]
+    same = [(f["kind"], f["ranks"], f["phase"]) for f in found]
+    found += [f for f in (moving(judge, known), slower_since(judge))
+              if f and (f["kind"], f["ranks"], f["phase"]) not in same]
     slower = {f["phase"] for f in found if f["kind"] == "slowdown"}
     found += [f for f in bound(judge) if f["phase"] not in slower]  # it was not bound before
     # What moves from rank to rank comes after ranks that are always late: it may be no more than noise.
@@ -3045,6 +3055,8 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
     last = max(f.last_ts for f in here)
     until = now_us if any(not f.gone for f in here) else last
     newest = max(f.mark for f in here)
+    if any(f.error and not f.is_victim() and f.error["ts"] - newest < TOGETHER_US for f in fates):
+        return 0.0  # that is what they stand still for
     if until - newest >= max(stall_limit_us(f.p) for f in here):
         return until - newest
     # Sooner, when signs of life tell how long it has been, and nobody's end explains it.
@@ -3061,8 +3073,12 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
 def left_behind(fates: List[Fate], missing: Sequence[int], stalled_us: float) -> Optional[Dict[str, Any]]:
     """A rank ended in good order, and all others have stood in a meeting ever since that it never came to."""
     over, here = [f for f in fates if f.over], [f for f in fates if not f.over]
-    if not over or not here or not all(f.arrived for f in here) or (
-            max(f.progress[0] for f in over) > min(f.progress[0] for f in here)):
+    if not over or not here or max(f.progress[0] for f in over) > min(f.progress[0] for f in here):
+        return None
+    # Where no meetings are marked: all of them in the same span of the same step.
+    unmarked = not any(f.progress[0] for f in fates) and all(f.stack for f in here) and len(
+        {(f.phase(), f.step()) for f in here}) == 1 and len(here) > 1
+    if not unmarked and not all(f.arrived for f in here):
         return None
     until = max(f.last_ts + (0.0 if f.gone else f.quiet_us) for f in here)
     stood_us = until - max(f.mark for f in here)
@@ -3162,7 +3178,8 @@ def silent_workers(head: Fate, newest: float) -> List[str]:
 
 def least(fates: Sequence[Fate]) -> List[Fate]:
     """Those that have come least far; more than one when they stopped at the same place."""
-    first = min(fates, key=lambda f: f.progress)
+    # Who is in work of its own holds up those that wait; stages of a pipeline meet a different number of times.
+    first = min(fates, key=lambda f: (f.arrived, f.progress))
     return [f for f in fates if f.progress[:2] == first.progress[:2] and not first.arrived
             and f.phase() == first.phase() and f.step() == first.step()] or [first]
 
@@ -3437,6 +3454,7 @@ def find(run: Run, mains: Sequence[Process], fates: Sequence[Fate], now_us: floa
     return [finding("healthy", [], [], None, judge.steps, "high",
                     [f"{num_steps:,} steps of {step}; waiting for the last rank takes {100 * lost:.1f} % of "
                      f"them, {who}"], "nothing to do" if lost < WAITING_RATIO else
+                    f"let it run on, and look again: is it rank {rank}?" if stands_out else
                     "no rank is to blame for the waiting: each is the last one now and then, by chance. More "
                     "work between meetings (larger batches, accumulation) or steadier work (a core for each "
                     "thread, batches of equal size) makes it less")]
