@@ -1661,13 +1661,21 @@ class RuntimeProfiler:
         folder = Path(getattr(state, "run_dir", None) or ".", "profiler")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{run}-rank{getattr(state, 'rank', 0)}-step{self._first_active}.json.gz"
-        profile.export_chrome_trace(str(path))
-        # Read back from the file: the table needs it, and so do the memory counters.
-        trace = _read_trace(path)
-        if self.memory:
-            self._add_memory(trace, path)
-        logger.info("profile of step %d to %d: %s\n%s", self._first_active, state.step, path,
-                    _profile_table(trace["traceEvents"]))
+        # Packed here: torch packs line by line, which takes ten times as long, and all ranks wait meanwhile.
+        plain = path.with_suffix("")
+        try:
+            profile.export_chrome_trace(str(plain))
+            text = plain.read_bytes()
+        finally:
+            plain.unlink(missing_ok=True)
+        with _no_collection():
+            trace = json.loads(text)
+            if self.memory:
+                self._add_memory(trace, path)
+                text = json.dumps(trace).encode()
+            table = _profile_table(trace["traceEvents"])
+        path.write_bytes(gzip.compress(text, compresslevel=3))
+        logger.info("profile of step %d to %d: %s\n%s", self._first_active, state.step, path, table)
 
     def _add_memory(self, trace: dict, path: Path) -> None:
         """Give the trace a counter track of allocated memory; on CUDA write the allocator's snapshot too."""
@@ -1680,20 +1688,18 @@ class RuntimeProfiler:
                 counters.append({"ph": "C", "name": f"allocated on {device} (MB)", "pid": event["pid"],
                                  "ts": event["ts"], "args": {"MB": args["Total Allocated"] / 2**20}})
         trace["traceEvents"] += counters
-        with gzip.open(path, "wt", compresslevel=3) as file:
-            json.dump(trace, file)
         if self._device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(path).replace(".json.gz", ".memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _read_trace(path: Path) -> dict:
-    """The trace; garbage collection waits, since it would go through the growing list again and again."""
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage collection waits: it would go through the growing lists of a trace again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with gzip.open(path, "rb") as file:
-            return json.loads(file.read())
+        yield
     finally:
         if was_enabled:
             gc.enable()

@@ -2402,7 +2402,8 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
             cost = sum(loss[i] for i in own)
             period = period_of([track.steps[i] for i in own])
             largest = max((column[i] for i in own), default=0.0)
-            if any(len(own) >= num and cost >= max(ratio * judge.total_us, part * everything) and largest < most * cost
+            if any(len(own) >= num and cost >= max(ratio * judge.total_us, part * everything)
+                   and largest < most * cost
                    for num, ratio, part, most in (PERIODIC if period else IRREGULAR, COSTLY)):
                 at = set(own)
                 cuts = [us if i in at else 0.0 for i, us in enumerate(column)]
@@ -2646,7 +2647,8 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
         if not hides_work(judge, track) and not judge.is_pipeline:
             transfers[track.kind] += median_low(track.transfer) * part
     for phase, us in whole.items():
-        if phase in beside - meeting and us > max(BOUND_RATIO * judge.step_us, BOUND_US):
+        # More than a step is no part of it: the numbers of steps repeat, or were never set.
+        if phase in beside - meeting and judge.step_us > us > max(BOUND_RATIO * judge.step_us, BOUND_US):
             found.append(bound_finding(judge, phase, us, judge.steps,
                                        f"on all ranks {phase} takes {format_us(us)} of a step"))
     transfer_us = sum(transfers.values())
