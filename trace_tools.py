@@ -2379,7 +2379,8 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
     batch of two loader workers is late when all items are slow.
 
     An outlier's loss is above the usual by OUTLIER_MADS of noise, and at least OUTLIER_RATIO of a step and
-    OUTLIER_US. Bursts: PERIODIC or IRREGULAR. Spikes: SPIKE_STEPS, SPIKE_US, SPIKE_RATIO of the run.
+    OUTLIER_US. Bursts: PERIODIC, IRREGULAR or COSTLY; those with a period may be told from the rank's own noise
+    (regular_times). Spikes: SPIKE_STEPS, SPIKE_US, SPIKE_RATIO of the run.
     """
     found = []
     for track in judge.tracks:
