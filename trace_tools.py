@@ -4166,6 +4166,7 @@ def run_directory(path: str) -> str:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = parse_arguments(argv)
     sys.stdout.reconfigure(errors="backslashreplace")
+    collects = gc.isenabled()
     gc.disable()  # records hold no cycles, and there are many of them
     try:
         {"summarize": run_summarize, "export": run_export}[arguments.command](arguments)
@@ -4179,6 +4180,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        if collects:
+            gc.enable()
     return 0
 
 

@@ -1,6 +1,7 @@
 """What the verdict says about slow steps, on simulated worlds: who, where, since when, what it costs; and
 silence else."""
 
+import gc
 import json
 import random
 import sys
@@ -379,7 +380,7 @@ def test_clocks_of_hosts(tmp_path):
 
 def test_text_says_the_verdict_first(tmp_path, capsys):
     simulate(tmp_path, extra=slow(1, "load", 8000))
-    assert trace_tools.main(["summarize", str(tmp_path)]) == 0
+    assert trace_tools.main(["summarize", str(tmp_path)]) == 0 and gc.isenabled()
     text = capsys.readouterr().out
     assert text.index("verdict: straggler, rank 1 on node-a, load, steps 4 to 100") < text.index("\nranks")
     assert "fixing it saves" in text
