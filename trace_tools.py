@@ -1907,12 +1907,13 @@ def tracks_of(mains: Sequence[Process], wait_phase: Optional[str]) -> List[Meeti
     """The meetings of all ranks in steps, matched by kind, step and number in the step."""
     came: Dict[tuple, Dict[int, Tuple[array, array, array]]] = {}  # kind: rank: which meetings, work, waiting
     for p in mains:
+        columns: Dict[tuple, Tuple[array, array, array]] = {}
         for (kind, step, number), work_us, wait_us in work_before_meetings(p, wait_phase):
             if step >= 0:
-                ranks = came.setdefault((kind, min(number, KINDS - 1)), {})
-                if p.rank not in ranks:
-                    ranks[p.rank] = array("q"), array("f"), array("f")
-                which, work, wait = ranks[p.rank]
+                if (kind, number) not in columns:
+                    ranks = came.setdefault((kind, min(number, KINDS - 1)), {})
+                    columns[kind, number] = ranks.setdefault(p.rank, (array("q"), array("f"), array("f")))
+                which, work, wait = columns[kind, number]
                 which.append(step << 16 | min(number, 0xffff))
                 work.append(work_us)
                 wait.append(wait_us)
