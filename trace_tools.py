@@ -1747,6 +1747,7 @@ LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the 
 PERIODIC = 3, COST_RATIO, 0.2, 0.5
 IRREGULAR = 5, 1.5 * COST_RATIO, 0.6, 0.5  # noise has no period
 COSTLY = 2, 0.1, 0.8, 0.7  # few, but one rank's
+SPREAD_RATIO = 0.25  # of the meetings, from the first to the last outlier without a period
 REGULAR = 6  # times, to be told from a rank's own noise
 OFTEN_RATIO, MOST_RATIO = 0.24, 0.8  # of all meetings, of all loss: more than now and then, a straggler
 PERIOD_SLACK, PERIOD_RATIO, GRIDS = 0.1, 0.8, 9  # of the period; of gaps or steps; first steps that are tried
@@ -2404,7 +2405,9 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
             cost = sum(loss[i] for i in own)
             period = period_of([track.steps[i] for i in own])
             largest = max((column[i] for i in own), default=0.0)
-            if any(len(own) >= num and cost >= max(ratio * judge.total_us, part * everything)
+            # A few steps in a row of a short run are one incident of a busy machine, not now and then.
+            spread = own[-1] - own[0] >= SPREAD_RATIO * len(loss) if own else False
+            if (period or spread or len(own) < IRREGULAR[0]) and any(len(own) >= num and cost >= max(ratio * judge.total_us, part * everything)
                    and largest < most * cost
                    for num, ratio, part, most in (PERIODIC if period else IRREGULAR, COSTLY)):
                 at = set(own)

@@ -138,6 +138,14 @@ def test_steady_and_now_and_then_on_one_rank(tmp_path):
     assert sum(found.values()) == pytest.approx(saved_s * 147 / 150, rel=0.1)
 
 
+def test_a_few_late_steps_in_a_row_are_not_now_and_then(tmp_path):
+    """Another job on the machine for a moment: seven of the last nine steps."""
+    late = {52, 53, 55, 56, 57, 59, 60}
+    found = findings(tmp_path, world=2, num_steps=60,
+                     extra=lambda rank, step, phase: 19_000 * (rank == 0 and phase == "fwd" and step in late))
+    assert "burst" not in {f["kind"] for f in found}
+
+
 def test_once(tmp_path):
     found = findings(tmp_path, world=8, extra=slow(3, "opt", 2_000_000, first=50, last=50))
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("spike", [3], "opt")]
