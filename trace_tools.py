@@ -2641,9 +2641,10 @@ def bound(judge: Judge) -> List[Dict[str, Any]]:
             at_once: Counter = Counter()
             for phase in set().union(*owns.values()) if owns else ():
                 values = sorted(own.get(phase, 0.0) for own in owns.values())
-                if BESIDES.search(phase) or BESIDES.search(judge.name_of(phase)):
-                    beside.add(judge.name_of(phase))
-                at_once[judge.name_of(phase)] += values[len(values) // 4]  # on all ranks, but for a few
+                name = judge.name_of(phase)
+                if BESIDES.search(phase) or BESIDES.search(name):
+                    beside.add(name)
+                at_once[name] += values[len(values) // 4]  # on all ranks, but for a few
             for phase, us in at_once.items():
                 seen.setdefault(phase, []).append(us)
         part = len(track.steps) / num_steps
@@ -2752,7 +2753,8 @@ def at_once(groups: Iterable[List[Late]]) -> List[List[Late]]:
 def is_rare(judge: Judge, group: Sequence[Late]) -> bool:
     """Whether ranks are late at a meeting of few steps, such as every tenth, and not in the steps between."""
     late = {step for each in group for step in each.steps}
-    return sum(min(late) <= step <= max(late) for step in judge.steps) >= RARE_RATIO * len(late)
+    first, last = min(late), max(late)
+    return sum(first <= step <= last for step in judge.steps) >= RARE_RATIO * len(late)
 
 
 def whole_hosts(judge: Judge, lates: List[Late]) -> List[List[Late]]:

@@ -65,8 +65,11 @@ class Broken:
 
     def signal_stack(self, rank):
         """What faulthandler writes in C when SIGTERM ends a process."""
-        self.paths[rank].with_name(self.paths[rank].name.replace(".jsonl", ".stacks.txt")).write_text(
-            'Current thread 0x00007f00 (most recent call first):\n  File "/x/loop.py", line 7 in train\n')
+        return self.stacks(rank, 'Current thread 0x00007f00 (most recent call first):\n'
+                                 '  File "/x/loop.py", line 7 in train\n')
+
+    def stacks(self, rank, text):
+        self.paths[rank].with_name(self.paths[rank].name.replace(".jsonl", ".stacks.txt")).write_text(text)
         return self
 
     def verdict(self, after_s=100_000.0):
@@ -117,10 +120,8 @@ def test_all_fail_alike(tmp_path):
 
 def test_a_crash_in_c(tmp_path):
     broken = Broken(tmp_path).cut(1, "fwd").cut_others(1)
-    broken.signal_stack(1)
-    broken.paths[1].with_name(broken.paths[1].name.replace(".jsonl", ".stacks.txt")).write_text(
-        'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f00 (most recent call first):\n  '
-        'File "/x.py", line 7 in f\n')
+    broken.stacks(1, 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f00 (most recent call '
+                     'first):\n  File "/x.py", line 7 in f\n')
     for rank in (0, 2, 3):
         broken.fail(rank, "bwd", CLOSED)
     assert broken.verdict() == ("crash", [1], "fwd", STEP)
@@ -129,9 +130,8 @@ def test_a_crash_in_c(tmp_path):
 def test_an_abort_in_c_while_ranks_meet(tmp_path):
     """Tensors of different sizes: gloo ends one process in C, and all others lose it."""
     broken = Broken(tmp_path).cut_others(None)
-    broken.paths[2].with_name(broken.paths[2].name.replace(".jsonl", ".stacks.txt")).write_text(
-        'Fatal Python error: Aborted\n\nThread 0x00007f00 (most recent call first):\n  '
-        'File "/x/torch/distributed/c10d.py", line 7 in all_reduce\n')
+    broken.stacks(2, 'Fatal Python error: Aborted\n\nThread 0x00007f00 (most recent call first):\n'
+                     '  File "/x/torch/distributed/c10d.py", line 7 in all_reduce\n')
     for rank in (0, 1, 3):
         broken.fail(rank, "bwd", CLOSED)
     assert broken.verdict() == ("crash", [2], "bwd", STEP)
