@@ -2194,9 +2194,9 @@ class Judge:
         known = {phase: median_of_all(us, len(chosen)) for phase, us in excess.items()}
         if self.on_device:
             # The host's phases explain a part of what the device was late; the rest is the device's own.
-            of = self.tracks[0]
+            of, wanted = self.tracks[0], set(chosen)
             late = [of.work[rank][i] - median_low([w[i] for r, w in of.work.items() if r != rank])
-                    for i, step in enumerate(of.steps) if step in set(chosen)]
+                    for i, step in enumerate(of.steps) if step in wanted]
             known["device"] = median_low(late) - sum(v for v in known.values() if v > 0)
         return sorted(((us, phase) for phase, us in known.items()), reverse=True)
 
@@ -2543,8 +2543,8 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
         if change < max(plain * SLOWER_RATIO * usual, SLOWER_US, plain * SLOWER_NOISE * noise) or (
                 min(map(median_low, parts)) < usual + change / 2):
             continue
-        fastest_us = stretch_us(usual - us for us in outside)
-        if last < len(series) and change * len(inside) < STRETCH_RATIO * fastest_us:
+        if last < len(series) and (
+                change * len(inside) < STRETCH_RATIO * stretch_us(usual - us for us in outside)):
             continue
         when = (f"since step {steps[first]}, {format_us(usual)} before" if last == len(series) else
                 f"in steps {steps[first]} to {steps[last - 1]}, {format_us(usual)} in others")
@@ -2883,11 +2883,9 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
             every.append(("straggler", group))
     slow = {(late.rank, late.phase) for _, group in every for late in group}  # not equally late each time
     for kind, late in sometimes_late(judge, lates):
-        if kind == "spike":
-            every.append((kind, [late]))
-        elif (late.rank, late.phase) in slow:
+        if kind != "spike" and (late.rank, late.phase) in slow:
             continue
-        elif kind == "burst":
+        if kind == "burst":
             bursts.setdefault((late.rank, late.phase), []).append(late)
         else:
             every.append((kind, [late]))
