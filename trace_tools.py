@@ -2406,10 +2406,11 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
             period = period_of([track.steps[i] for i in own])
             largest = max((column[i] for i in own), default=0.0)
             # A few steps in a row of a short run are one incident of a busy machine, not now and then.
-            spread = own[-1] - own[0] >= SPREAD_RATIO * len(loss) if own else False
-            if (period or spread or len(own) < IRREGULAR[0]) and any(len(own) >= num and cost >= max(ratio * judge.total_us, part * everything)
-                   and largest < most * cost
-                   for num, ratio, part, most in (PERIODIC if period else IRREGULAR, COSTLY)):
+            is_one = not period and len(own) >= IRREGULAR[0] and own[-1] - own[0] < SPREAD_RATIO * len(loss)
+            is_enough = any(len(own) >= num and largest < most * cost
+                            and cost >= max(ratio * judge.total_us, part * everything)
+                            for num, ratio, part, most in (PERIODIC if period else IRREGULAR, COSTLY))
+            if is_enough and not is_one:
                 at = set(own)
                 cuts = [us if i in at else 0.0 for i, us in enumerate(column)]
                 is_usual = len(own) >= OFTEN_RATIO * len(judge.steps) and cost >= MOST_RATIO * sum(loss)
