@@ -3814,6 +3814,7 @@ class TraceWriter:
         self.process: Optional[Process] = None
         self.pid, self.pids, self.num_processes = 0, set(), 0
         self.rank_pids: Dict[Tuple[Any, Any], int] = {}  # of main processes: (pid, rank): pid in the trace
+        self.places: Dict[Any, int] = {}  # rank: sort index of its first process; the odd ones are for its GPUs
         self.span_ns: Tuple[Optional[int], int] = (None, 0)  # from the first slice to the end of the last
 
     def open(self, other_data: Dict[str, Any]) -> None:
@@ -3832,14 +3833,15 @@ class TraceWriter:
         self.pid = self.free_pid(header["pid"] if isinstance(header.get("pid"), int) else self.num_processes)
         if process.worker is None:
             self.rank_pids[header.get("pid"), process.rank] = self.pid
-        # The viewer sorts processes by their names, as text.
+        # Perfetto sorts processes by process_sort_index; before v53 by their number of slices, then by name, as text.
         who = "unknown rank" if process.rank is None else f"rank {process.rank:0{self.rank_digits}d}"
         who += "" if process.worker is None else f" worker {process.worker}"
         who = f"{header.get('source')} {who}" if self.tell_source else who
         where = [str(header["host"])] if header.get("host") else []
         where += [f"pid {header['pid']}"] if header.get("pid") is not None else []
         self.meta("process_name", 0, name=f"{who} ({', '.join(where)})" if where else who)
-        self.meta("process_sort_index", 0, sort_index=self.num_processes)
+        self.places.setdefault(process.rank, 2 * self.num_processes)
+        self.meta("process_sort_index", 0, sort_index=2 * self.num_processes)
         # The first two tracks of each, whichever has a slice first.
         self.track("step", "step")
         self.track(("thread", None), "main")
@@ -3994,6 +3996,7 @@ class TraceWriter:
                     self.pid = pids[pid]
                     who = f"rank {rank or 0:0{self.rank_digits}d}"
                     self.meta("process_name", 0, name=f"{who} {event['args']['labels']}")
+                    self.meta("process_sort_index", 0, sort_index=self.places.get(rank, 2 * self.num_processes) + 1)
                 continue
             event["pid"] = pids[pid]
             if ph in "stf" and "id" in event:

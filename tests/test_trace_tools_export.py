@@ -24,6 +24,13 @@ def named(trace, kind):
             and e["name"] == kind}
 
 
+def in_order(trace):
+    """The names of the processes as a viewer that obeys process_sort_index stacks them."""
+    names = {pid: name for (pid, _), name in named(trace, "process_name").items()}
+    places = {e["pid"]: e["args"]["sort_index"] for e in trace["traceEvents"] if e["name"] == "process_sort_index"}
+    return [name for _, name in sorted((places[pid], name) for pid, name in names.items())]
+
+
 def ns(event, key):
     return round(event[key] * 1000)
 
@@ -54,8 +61,8 @@ def test_tracks_and_their_names(tmp_path):
     worker.span("fetch", 100, 200).end(300).write(tmp_path)
     trace = export(tmp_path)
     names = list(named(trace, "process_name").values())
-    # The viewer sorts them as text.
-    assert names == sorted(names) == ["rank 00 (node-0, pid 17)", "rank 02 (node-2, pid 17)",
+    # Perfetto before v53 sorts them as text.
+    assert names == sorted(names) == in_order(trace) == ["rank 00 (node-0, pid 17)", "rank 02 (node-2, pid 17)",
                                       "rank 02 worker 1 (node-2, pid 18)", "rank 10 (node-10, pid 17)"]
     assert len({e["pid"] for e in trace["traceEvents"]}) == 4
     first = slices(trace)[0]["pid"]
@@ -273,7 +280,7 @@ def test_profiler_traces_on_the_same_clock(tmp_path):
     assert [e["ts"] for e in slices(trace, "aten::mm")] == [100.125, 101.125]
     assert [e["pid"] for e in slices(trace, "aten::mm")] == [4000, 4001]  # below the rank's own tracks
     assert len({e["pid"] for e in kernels}) == 2  # each rank its own GPU
-    assert {"rank 0 GPU 0", "rank 1 GPU 0"} < set(named(trace, "process_name").values())
+    assert [name.split(" (")[0] for name in in_order(trace)] == ["rank 0", "rank 0 GPU 0", "rank 1", "rank 1 GPU 0"]
     assert len({e["id"] for e in trace["traceEvents"] if e["ph"] in "sf"}) == 2
     (tmp_path / "profiler" / "broken.json").write_text("{")
     done = tool("export", tmp_path, "--profiler", "-o", tmp_path / "x.json")
