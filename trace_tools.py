@@ -48,7 +48,7 @@ from datetime import datetime, timezone
 from functools import lru_cache
 from itertools import chain, repeat, takewhile
 from operator import add, le, ne, neg, sub
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 BLOCK_BYTES = 1 << 19  # of a file, parsed in one go; records may be out of order by as much
 LINE_BYTES_MAX = 1 << 24  # a longer line is no record
@@ -1728,13 +1728,14 @@ WARM_UP_ALONE = 20  # steps at most, of one rank
 LATE_US, LATE_RATIO = 1000, 0.03  # its median lateness, at least
 MIN_Z, MIN_SIGN_Z = 6.0, 4.0  # standard errors that a median lateness is above zero; by signs alone
 BLOCKS, BLOCK_RATIO = 6, 0.3  # parts of the run, in each of which it is so much of its median late
-PLAIN_US, PLAIN_RATIO = 2 * LATE_US, 0.1  # its lateness where meetings are few
+FEW_US, FEW_RATIO, FEW_TIMES = 2 * LATE_US, 0.15, 0.9  # where meetings are few, and at so many of them
 PART_RATIO = 0.05  # its lateness for a part of the run
-FEW_RATIO, FEW_PART_RATIO, FEW_TIMES = 0.15, 0.4, 0.9  # where meetings are few, and at so many of them
 PART_MEETINGS = 1.5 * FEW_MEETINGS  # the shortest part of the run
 PART_QUANTILES = (0.9, 0.97, 0.99)  # of lateness, at which a stretch is looked for: it may be short
 WHOLE_RATIO, NEARLY_RATIO = 0.93, 0.8  # of the meetings: the whole run, and all but its ends
-STRETCH_RATIO, NOISE_RANKS = 6.0, 32  # over the latest stretches that noise makes; on so many ranks
+EVEN = 0.75, 1.33  # of its median late, in each block: more even than noise is
+STRETCH_RATIO, UNEVEN_RATIO = 4.0, 6.0  # over the latest stretches that noise makes
+UNEVEN_HEIGHT, HEIGHT_RATIO, NOISE_RANKS = 0.1, 1.25, 32  # of these; between their levels; on so many ranks
 FAST_GAP, FAST_RATIO, FAST_SPREAD = 4.0, 0.1, 3  # few fast ranks: floors, of their work; over the spread
 ALIKE_RATIO, ALIKE_STEPS, ALIKE_PART = 0.6, 3, 0.1  # one finding: lateness; begin, in steps or of all
 HOST_RATIO, HOSTS_ALIKE = 0.4, (0.6, 1.7)  # least over most late rank of a host; between hosts
@@ -1762,7 +1763,7 @@ MOVING_SHARE, MOVING_ALL = 0.5, 0.8  # of an equal share: ranks that are named; 
 MOVING_MOST, MOVING_PHASE = 0.75, 0.6  # of the cost: one rank's at most, one phase's at least
 
 # All ranks alike
-SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.15, 2000, 2.0  # from a step on, of the steps before
+SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.1, 2000, 2.0  # from a step on, of the steps before
 SLOWER_SIDE, SLOWER_PARTS = 10, 5  # least part before and after; parts afterwards, all of them slower
 BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000
 
@@ -1790,6 +1791,7 @@ PIPELINE = re.compile(
     r"pipeline|p2p|(recv|send)[-_]?(f|b|act|grad|prev|next)|(forward|backward|fwd|bwd)[-_](recv|send)|"
     r"(^|_)pp(_|$|\d)|(^|_)stage_?\d", re.I)
 NO_PHASE = "the end of the step"  # stands for the waiting where no phase is known to hold it
+TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.I)
 PEER_ERROR = re.compile(
     r"connection (was )?(closed|reset|refused)|(read|write|recv|send) ?(error|failed)|broken pipe|"
     r"time(d)?[ -]?out|remote (worker|process)|"
@@ -1835,14 +1837,15 @@ class Meetings:
     work before the first one is not that before the second.
     """
 
-    def __init__(self, kind: str, number: int, told: bool):
-        # The spans' name, which one in its step (the last kind has all the rest), and whether they tell when
-        # own work is done.
+    def __init__(self, kind: str, number: Optional[int], told: bool):
+        # The spans' name, which one in its step (the last kind has all the rest; None: all of them together),
+        # and whether they tell when own work is done.
         self.kind, self.number, self.told = kind, number, told
         self.steps = array("q")
         self.work: Dict[int, array] = {}  # microseconds since the last meeting, without what is set apart
         self.transfer = array("f")  # the least waiting: nobody waits for itself
         self.num_seen = 0  # ranks that ever came
+        self.parts: List["Meetings"] = []  # where this is the sum over several meetings a step: these
 
     def columns(self) -> List[array]:
         return [self.work[rank] for rank in sorted(self.work)]
@@ -1942,6 +1945,31 @@ def track_of(track: Meetings, ranks: Dict[int, Tuple[array, array, array]]) -> M
     track.transfer.extend(map(min, zip(*(wait for _, _, wait in members.values()), repeat(math.inf))))
     track.work = {rank: work for rank, (_, work, _) in members.items()}
     return track
+
+
+def by_step(tracks: Sequence[Meetings]) -> List[Meetings]:
+    """Meetings of a name that the same ranks come to several times a step, as one: work and transfer summed
+    over each step. A slow rank is a little late each time, and noise is less in the sum."""
+    kinds: Dict[tuple, List[Meetings]] = {}
+    for track in tracks:
+        kinds.setdefault((track.kind, *sorted(track.work)), []).append(track)
+    found = []
+    for (kind, *ranks), parts in kinds.items():
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = Meetings(kind, None, whole.told)
+            whole.parts = parts
+            whole.steps.extend(sorted(set().union(*(part.steps for part in parts))))
+            place = {step: i for i, step in enumerate(whole.steps)}
+            whole.work = {rank: array("f", bytes(4 * len(place))) for rank in ranks}
+            whole.transfer.extend(repeat(0.0, len(place)))
+            for part in parts:
+                columns = [(whole.transfer, part.transfer)] + [(whole.work[r], part.work[r]) for r in ranks]
+                for summed, column in columns:
+                    for step, us in zip(part.steps, column):
+                        summed[place[step]] += us
+        found.append(whole)
+    return found
 
 
 def telling_phase(mains: Sequence[Process]) -> Optional[str]:
@@ -2049,12 +2077,14 @@ def late_stretch(late: Sequence[float], high: float, floor_us: float) -> Tuple[i
 
 
 class Stretch(NamedTuple):
-    """Meetings that a rank is late at, [first, last): by how much, how surely, and whether always."""
+    """Meetings that a rank is late at, [first, last): by how much, how surely, whether by the same all along,
+    and whether these are all."""
 
     first: int
     last: int
     late_us: float
     z: float
+    is_even: bool
     is_whole: bool
 
 
@@ -2068,7 +2098,7 @@ def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optiona
         if whole:
             # It may have begun a little later, or ended a little earlier.
             first, last = (first, last) if last - first > NEARLY_RATIO * len(late) else (0, len(late))
-            return Stretch(first, last, median_low(late[first:last]), whole[1], True)
+            return Stretch(first, last, median_low(late[first:last]), *whole[1:], True)
         tested = last - first < len(late) and is_persistent(late[first:last], floor_us, step_us, True)
         if tested:
             return Stretch(first, last, *tested, False)
@@ -2076,13 +2106,13 @@ def long_late(late: Sequence[float], floor_us: float, step_us: float) -> Optiona
 
 
 def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
-                  is_part: bool) -> Optional[Tuple[float, float]]:
-    """(median lateness, z) when a rank is late all along: z = median sqrt(n) / (1.2533 noise); at so many
-    meetings that their signs tell it, too; and in every block.
+                  is_part: bool) -> Optional[Tuple[float, float, bool]]:
+    """(median lateness, z, whether even) when a rank is late all along: z = median sqrt(n) / (1.2533 noise);
+    at so many meetings that their signs tell it, too; and in every block.
 
     Slow noise (another job on the machine) is told by six blocks in a row, each at least half as late as it
-    must be and a third as late as usual. Few meetings, or only a part of the run, need a plain
-    case: a tenth of a step.
+    must be and a third as late as usual. Few meetings need a plain case (FEW_RATIO of a step, FEW_TIMES), a
+    part of the run PART_RATIO.
     """
     n = len(late)
     if n < (PART_MEETINGS if is_part else FEW_MEETINGS):
@@ -2094,17 +2124,16 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
     if z < MIN_Z or low <= 0:
         return None
     if n < MIN_MEETINGS:
-        floor_us = max(floor_us, PLAIN_RATIO * step_us, PLAIN_US)
+        floor_us = max(floor_us, FEW_RATIO * step_us, FEW_US)
+        if sum(v > floor_us / 2 for v in late) < FEW_TIMES * n:
+            return None
     elif is_part:
         floor_us = max(floor_us, PART_RATIO * step_us)
-    plain_us = (FEW_PART_RATIO if is_part else FEW_RATIO) * step_us
-    times = sum(v > floor_us / 2 for v in late)
-    if n < MIN_MEETINGS and (times < FEW_TIMES * n or middle < plain_us):
-        return None
     blocks = min(BLOCKS, n // 4)
     medians = [median_low(late[n * i // blocks:n * (i + 1) // blocks]) for i in range(blocks)]
     lasts = middle >= floor_us and min(medians) >= max(floor_us / 2, BLOCK_RATIO * middle)
-    return (middle, z) if lasts else None
+    least, most = (of * middle for of in EVEN)
+    return (middle, z, least < min(medians) and max(medians) < most) if lasts else None
 
 
 class Judge:
@@ -2120,12 +2149,12 @@ class Judge:
         self.on_device = self.device_tracks(tracks)
         self.cut_warm_up(tracks)
         self.tracks = [t for t in tracks if len(t.steps)]
+        self.whole = by_step(self.tracks)  # lateness is judged by these, what it costs by each meeting
         self.steps = sorted({step for t in self.tracks for step in t.steps})
         self.total_us = sum(sum(map(max, zip(*t.columns()))) + sum(t.transfer) for t in self.tracks)
         self.step_us = self.total_us / len(self.steps) if self.steps else 0.0
         self.owns: Dict[Tuple[str, int, int], Dict[int, Dict[str, float]]] = {}  # see look_at
         self.seen: Dict[int, set] = {}  # steps of each rank that are there
-        self.times = Counter(t.kind for t in self.tracks)  # a step
         self.run = run
 
     def device_tracks(self, tracks: List[Meetings]) -> bool:
@@ -2168,10 +2197,10 @@ class Judge:
             wanted = set(steps) - seen if p.rank in ranks else ()
             for (kind, step, number), own, _ in meetings(p, self.wait_phase) if wanted else ():
                 if step in wanted:
-                    of_kind = self.owns.setdefault((kind, min(number, KINDS - 1), step), {})
-                    summed = of_kind.setdefault(p.rank, {})
-                    for phase, us in own.items():
-                        summed[phase] = summed.get(phase, 0.0) + us
+                    for which in (min(number, KINDS - 1), None):
+                        summed = self.owns.setdefault((kind, which, step), {}).setdefault(p.rank, {})
+                        for phase, us in own.items():
+                            summed[phase] = summed.get(phase, 0.0) + us
             seen.update(wanted)
         found = [self.owns.get((track.kind, track.number, step), {}) for step in steps]
         return [{r: own for r, own in owns.items() if r in ranks} for owns in found]
@@ -2206,18 +2235,16 @@ class Judge:
         wanted = set(late.steps)
         if self.wait_phase is not None or self.on_device or not late.excess:
             return late.steps
-        phase, found, most = late.excess[0][1], set(), (0.0, None)
+        phase, none = late.excess[0][1], (0.0, None)
+        most, found = none, {}  # of the phase since the last meeting, and of each step: (us, in which step)
         of_rank = next(p for p in self.mains if p.rank == late.rank)
-        times: Counter = Counter()  # of each kind in a step
         for (_, step, _, phases), kind in rows_in_order(of_rank):
             most = max(most, (phases.get(phase, 0.0), step), key=lambda m: m[0])
             if kind != "" and kind not in of_rank.soft:
-                number = min(times[kind, step], KINDS - 1)
-                if (kind, number) == (late.track.kind, late.track.number) and step in wanted:
-                    found.add(step if most[1] is None else most[1])
-                times[kind, step] += 1
-                most = 0.0, None
-        return sorted(found) or late.steps
+                if kind == late.track.kind and step in wanted:
+                    found[step] = max(found.get(step, none), most, key=lambda m: m[0])
+                most = none
+        return sorted({step if at is None else at for step, (_, at) in found.items()}) or late.steps
 
     def name_of(self, phase: str) -> str:
         return loop_name(self.run, phase)
@@ -2260,7 +2287,8 @@ class Late:
     def __init__(self, judge: Judge, track: Meetings, rank: int, cuts: Sequence[float], z: float = 0.0,
                  usual: Optional[Sequence[int]] = None):
         self.track, self.rank, self.z = track, rank, z
-        self.cuts = array("f", cuts)  # microseconds to take away at each meeting, to be without it
+        # Microseconds to take away at each meeting, to be without it: of whole steps, and of their meetings.
+        self.cuts = [(track, array("f", cuts)), *shared_out(track, rank, cuts)]
         at = [i for i, us in enumerate(cuts) if us]
         self.steps = [track.steps[i] for i in at]
         self.late_us = median_low([cuts[i] for i in at])
@@ -2273,7 +2301,7 @@ def replay(judge: Judge, lates: Sequence[Late]) -> float:
     is late now and then comes on top of what it always is."""
     saved = 0.0
     for track in judge.tracks:
-        if any(late.track is track for late in lates):
+        if any(of is track for late in lates for of, _ in late.cuts):
             saved += sum(map(max, zip(*track.columns()))) - sum(map(max, zip(*without(track, lates).values())))
     return saved
 
@@ -2282,9 +2310,23 @@ def without(track: Meetings, lates: Sequence[Late]) -> Dict[int, array]:
     """The work of a track's ranks without what these lates take away."""
     work = dict(track.work)
     for late in lates:
-        if late.track is track:
-            work[late.rank] = array("f", map(sub, work[late.rank], late.cuts))
+        for of, cuts in late.cuts:
+            if of is track:
+                work[late.rank] = array("f", map(sub, work[late.rank], cuts))
     return work
+
+
+def shared_out(track: Meetings, rank: int, cuts: Sequence[float]) -> Iterator[Tuple[Meetings, array]]:
+    """What is to take away from a rank's steps, on the meetings of each, by how late it is at them."""
+    above = [array("f", (max(own - median_low(work), 0.0) for own, *work in zip(
+        part.work[rank], *part.columns()))) for part in track.parts]
+    of_step: Counter = Counter()
+    for part, column in zip(track.parts, above):
+        for step, us in zip(part.steps, column):
+            of_step[step] += us
+    cut_of = {step: cut / of_step[step] for step, cut in zip(track.steps, cuts) if of_step[step]}
+    for part, column in zip(track.parts, above):
+        yield part, array("f", (us * cut_of.get(step, 0.0) for step, us in zip(part.steps, column)))
 
 
 def always_late(judge: Judge) -> List[Late]:
@@ -2296,11 +2338,9 @@ def always_late(judge: Judge) -> List[Late]:
     COST_RATIO of all steps.
     """
     found = []
-    for track in judge.tracks:
+    floor_us = max(LATE_US, LATE_RATIO * judge.step_us)
+    for track in judge.whole:
         ranks, columns = sorted(track.work), track.columns()
-        # What meets several times a step is late a part of it each time.
-        times = judge.times[track.kind]
-        floor_us, step_us = max(LATE_US, LATE_RATIO * judge.step_us) / times, judge.step_us / times
         if len(ranks) < 2 or len(track.steps) < FEW_MEETINGS:
             continue
         fast = few_fast(columns, floor_us)
@@ -2313,12 +2353,12 @@ def always_late(judge: Judge) -> List[Late]:
             # Stages differ by design: only what changes is late.
             usual = [median_low(column[:max(len(column) // 3, 1)]) for column in late]
             late = [array("f", [us - by_design for us in column]) for column, by_design in zip(late, usual)]
-        stretches = [long_late(column, floor_us, step_us) for column in late]
-        noise_us = slow_noise_us(columns, stretches) if any(stretches) else 0.0
+        stretches = [long_late(column, floor_us, judge.step_us) for column in late]
+        noise_us = SlowNoise(columns, stretches if any(stretches) else ())
         for rank, column, known in zip(ranks, late, stretches):
             if not known or not stands_out(column, known, late, noise_us):
                 continue
-            if known.late_us * (known.last - known.first) * times >= COST_RATIO * judge.total_us:
+            if known.late_us * (known.last - known.first) >= COST_RATIO * judge.total_us:
                 # No more than it was late: at some meetings another one has taken the waiting.
                 cuts = [min(max(us, 0.0), known.late_us) if known.first <= i < known.last else 0.0
                         for i, us in enumerate(column)]
@@ -2329,38 +2369,54 @@ def always_late(judge: Judge) -> List[Late]:
     return [late for late in found if cost_us[late.rank, late.phase] >= COST_RATIO * judge.total_us]
 
 
-def stands_out(column: array, known: Stretch, late: Sequence[array], noise_us: float) -> bool:
-    """Whether a rank is late beyond what slow noise does: so much more, in sum, than slow_noise_us(); a part
-    of the run also than the usual rank's latest stretch, and than this rank's own earliest one."""
+def stands_out(column: array, known: Stretch, late: Sequence[array],
+               noise_us: Callable[[float], float]) -> bool:
+    """Whether a rank is late beyond what slow noise does: in sum STRETCH_RATIO of noise_us() of its own
+    height, UNEVEN_RATIO of lower noise where it is not evenly late, as noise is not; a part of the run also of
+    the usual rank's latest stretch, and of this rank's own earliest one."""
+    height_us = known.late_us * (1.0 if known.is_even else UNEVEN_HEIGHT)
+    least_us = noise_us(height_us)
     if not known.is_whole:
-        usual = median_low([stretch_us(other) for other in late if other is not column] or [0.0])
-        noise_us = max(noise_us, usual, stretch_us(map(neg, column)))
-    return (known.last - known.first) * known.late_us > STRETCH_RATIO * noise_us
+        usual = median_low([stretch_us(other, height_us) for other in late if other is not column] or [0.0])
+        least_us = max(least_us, usual, stretch_us(map(neg, column), height_us))
+    ratio = STRETCH_RATIO if known.is_even else UNEVEN_RATIO
+    return (known.last - known.first) * known.late_us > ratio * least_us
 
 
-def slow_noise_us(columns: Sequence[array], stretches: Sequence[Optional[Stretch]]) -> float:
+class SlowNoise:
     """How far, in sum, the ranks that are not late wander: noise that makes a rank late for many steps makes
     others early for as many.
 
-    The largest of the ranks' earliest stretches, each both around the lower median of all and around
-    the rank's own median, whichever is less: a rank that is always faster is no noise. 32 ranks are enough.
+    Of stretches that are so high, the largest of the ranks' earliest ones, each both around the lower median of
+    all and around the rank's own median, whichever is less: a rank that is always faster is no noise. 32 ranks
+    are enough.
     """
-    usual = array("f", map(median_low, zip(*columns)))
-    calm = [column for column, known in zip(columns, stretches) if not known]
-    wander_us = [0.0]
-    for column in calm[::len(calm) // NOISE_RANKS + 1]:
-        early = array("f", map(sub, usual, column))
-        middle = median_low(early)
-        own = [us - middle for us in early]
-        wander_us.append(min(stretch_us(early), max(stretch_us(own), stretch_us(map(neg, own)))))
-    return max(wander_us)
+
+    def __init__(self, columns: Sequence[array], stretches: Sequence[Optional[Stretch]]):
+        usual = array("f", map(median_low, zip(*columns)))
+        calm = [column for column, known in zip(columns, stretches) if not known]
+        self.wander = []
+        for column in calm[::len(calm) // NOISE_RANKS + 1]:
+            early = array("f", map(sub, usual, column))
+            middle = median_low(early)
+            own = [us - middle for us in early]
+            self.wander.append((early, own, list(map(neg, own))))
+        self.known: Dict[int, float] = {}
+
+    def __call__(self, height_us: float) -> float:
+        level = int(math.log(max(height_us, 1.0)) / math.log(HEIGHT_RATIO))
+        if level not in self.known:
+            height_us = HEIGHT_RATIO ** level
+            self.known[level] = max((min(stretch_us(early, height_us), max(
+                stretch_us(own, height_us), stretch_us(late, height_us)))
+                for early, own, late in self.wander), default=0.0)
+        return self.known[level]
 
 
-def stretch_us(late: Iterable[float]) -> float:
-    """How late, in sum, a rank is in its latest stretch of meetings."""
+def stretch_us(late: Iterable[float], height_us: float) -> float:
+    """How late, in sum, a rank is in its latest stretch of meetings that is about so high."""
     late = list(late)
-    high = sorted(late)[int(0.9 * (len(late) - 1))]
-    first, last = late_stretch(late, high, NOISE_US) if high > NOISE_US else (0, 0)
+    first, last = late_stretch(late, height_us, NOISE_US)
     return sum(late[first:last])
 
 
@@ -2385,7 +2441,7 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
     (regular_times). Spikes: SPIKE_STEPS, SPIKE_US, SPIKE_RATIO of the run.
     """
     found = []
-    for track in judge.tracks:
+    for track in judge.whole:
         work = without(track, known)
         ranks = sorted(work)
         if len(ranks) < 2 or len(track.steps) < MIN_MEETINGS:
@@ -2522,8 +2578,9 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
     """`slowdown`: all ranks alike, from a step on, or for a part of the run. A step's time is the lower median
     of the ranks' work and the transfer: without any lateness.
 
-    Floors: the medians differ by SLOWER_RATIO of the usual one, SLOWER_US and SLOWER_NOISE of noise, in all of
-    SLOWER_PARTS parts; a part of the run beyond slow noise (STRETCH_RATIO of the fastest stretch).
+    Floors: the medians differ by SLOWER_RATIO of the usual one, SLOWER_US and SLOWER_NOISE of noise, twice
+    that where steps are few, in all of SLOWER_PARTS parts; in sum beyond slow noise (STRETCH_RATIO of the
+    fastest stretch).
     """
     times: Counter = Counter()
     for track in judge.tracks:
@@ -2536,16 +2593,15 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
         inside, outside = series[first:last], series[:first] + series[last:]
         if min(len(inside), len(outside)) < few:
             continue
-        plain = 2 if min(len(inside), len(outside)) < side else 1  # few steps need a plain case
+        plain = 2 if min(len(inside), len(outside)) < side else 1
         usual, slow = median_low(outside), median_low(inside)
         change, noise = slow - usual, max(noise_of(outside, usual), noise_of(inside, slow))
         parts = [inside[len(inside) * i // SLOWER_PARTS:len(inside) * (i + 1) // SLOWER_PARTS]
                  for i in range(SLOWER_PARTS)]
-        if change < max(plain * SLOWER_RATIO * usual, SLOWER_US, plain * SLOWER_NOISE * noise) or (
+        if change < max(SLOWER_RATIO * usual, SLOWER_US, plain * SLOWER_NOISE * noise) or (
                 min(map(median_low, parts)) < usual + change / 2):
             continue
-        if last < len(series) and (
-                change * len(inside) < STRETCH_RATIO * stretch_us(usual - us for us in outside)):
+        if change * len(inside) < STRETCH_RATIO * stretch_us((usual - us for us in outside), change):
             continue
         when = (f"since step {steps[first]}, {format_us(usual)} before" if last == len(series) else
                 f"in steps {steps[first]} to {steps[last - 1]}, {format_us(usual)} in others")
@@ -2849,9 +2905,11 @@ def may_be_waiting(judge: Judge, phase: Optional[str]) -> bool:
 
 def cost_of(late: Late) -> float:
     """The rank's share (see losses) of what the meetings that it is late at cost."""
-    ranks = sorted(late.track.work)
-    share = losses(late.track.columns())[1][ranks.index(late.rank)]
-    return sum(us for us, cut in zip(share, late.cuts) if cut)
+    cost_us = 0.0
+    for track, cuts in late.cuts[1:] or late.cuts:
+        share = losses(track.columns())[1][sorted(track.work).index(late.rank)]
+        cost_us += sum(us for us, cut in zip(share, cuts) if cut)
+    return cost_us
 
 
 def different_scalars(judge: Judge, ranks: Sequence[int]) -> List[str]:
@@ -3065,7 +3123,11 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
     newest = max(f.mark for f in here)
     if any(f.error and not f.is_victim() and f.error["ts"] - newest < TOGETHER_US for f in fates):
         return 0.0  # that is what they stand still for
-    if until - newest >= max(stall_limit_us(f.p) for f in here):
+    # Who was alive at the others' time-out, in work of its own, is what they timed out for.
+    timed_out = [f.error["ts"] for f in fates if f.is_victim() and TIMED_OUT.search(f.error["err"])]
+    held = timed_out and any(not f.arrived and f.last_ts + 1e6 * (f.p.header.get("heartbeat_s") or 0)
+                             > min(timed_out) for f in here)
+    if held or until - newest >= max(stall_limit_us(f.p) for f in here):
         return until - newest
     # Sooner, when signs of life tell how long it has been, and nobody's end explains it.
     is_explained = any(f.over or f.error and not f.is_victim() or f.silent and (
