@@ -1728,9 +1728,8 @@ WARM_UP_ALONE = 20  # steps at most, of one rank
 LATE_US, LATE_RATIO = 1000, 0.03  # its median lateness, at least
 MIN_Z, MIN_SIGN_Z = 6.0, 4.0  # standard errors that a median lateness is above zero; by signs alone
 BLOCKS, BLOCK_RATIO = 6, 0.3  # parts of the run, in each of which it is so much of its median late
-FEW_US, FEW_RATIO, FEW_TIMES = 2 * LATE_US, 0.15, 0.9  # where meetings are few, and at so many of them
+FEW_US, FEW_RATIO, FEW_TIMES = 2 * LATE_US, 0.1, 0.9  # where meetings are few, and at so many of them
 PART_RATIO = 0.05  # its lateness for a part of the run
-PART_MEETINGS = 1.5 * FEW_MEETINGS  # the shortest part of the run
 PART_QUANTILES = (0.9, 0.97, 0.99)  # of lateness, at which a stretch is looked for: it may be short
 WHOLE_RATIO, NEARLY_RATIO = 0.93, 0.8  # of the meetings: the whole run, and all but its ends
 EVEN = 0.75, 1.33  # of its median late, in each block: more even than noise is
@@ -1747,7 +1746,7 @@ LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the 
 # a spike.
 PERIODIC = 3, COST_RATIO, 0.2, 0.5
 IRREGULAR = 5, 1.5 * COST_RATIO, 0.6, 0.5  # noise has no period
-COSTLY = 2, 0.1, 0.8, 0.7  # few, but one rank's
+COSTLY = 2, 0.05, 0.8, 0.7  # few, but one rank's
 SPREAD_RATIO = 0.25  # of the meetings, from the first to the last outlier without a period
 REGULAR = 6  # times, to be told from a rank's own noise
 OFTEN_RATIO, MOST_RATIO = 0.24, 0.8  # of all meetings, of all loss: more than now and then, a straggler
@@ -2115,7 +2114,7 @@ def is_persistent(late: Sequence[float], floor_us: float, step_us: float,
     part of the run PART_RATIO.
     """
     n = len(late)
-    if n < (PART_MEETINGS if is_part else FEW_MEETINGS):
+    if n < FEW_MEETINGS:
         return None
     middle = median_low(late)
     z = middle * math.sqrt(n) / (1.2533 * noise_of(late, middle))
@@ -2354,11 +2353,13 @@ def always_late(judge: Judge) -> List[Late]:
             usual = [median_low(column[:max(len(column) // 3, 1)]) for column in late]
             late = [array("f", [us - by_design for us in column]) for column, by_design in zip(late, usual)]
         stretches = [long_late(column, floor_us, judge.step_us) for column in late]
-        noise_us = SlowNoise(columns, stretches if any(stretches) else ())
+        before: Sequence[Optional[Stretch]] = ()
+        while any(stretches) and stretches != before:  # who does not stand out is noise as well
+            before, noise_us = stretches, SlowNoise(columns, stretches)
+            stretches = [known if known and stands_out(column, known, late, noise_us) else None
+                         for column, known in zip(late, stretches)]
         for rank, column, known in zip(ranks, late, stretches):
-            if not known or not stands_out(column, known, late, noise_us):
-                continue
-            if known.late_us * (known.last - known.first) >= COST_RATIO * judge.total_us:
+            if known and known.late_us * (known.last - known.first) >= COST_RATIO * judge.total_us:
                 # No more than it was late: at some meetings another one has taken the waiting.
                 cuts = [min(max(us, 0.0), known.late_us) if known.first <= i < known.last else 0.0
                         for i, us in enumerate(column)]
@@ -2374,12 +2375,13 @@ def stands_out(column: array, known: Stretch, late: Sequence[array],
     """Whether a rank is late beyond what slow noise does: in sum STRETCH_RATIO of noise_us() of its own
     height, UNEVEN_RATIO of lower noise where it is not evenly late, as noise is not; a part of the run also of
     the usual rank's latest stretch, and of this rank's own earliest one."""
-    height_us = known.late_us * (1.0 if known.is_even else UNEVEN_HEIGHT)
+    is_sharp = known.is_even and not known.is_whole
+    height_us = known.late_us * (1.0 if is_sharp else UNEVEN_HEIGHT)
     least_us = noise_us(height_us)
     if not known.is_whole:
         usual = median_low([stretch_us(other, height_us) for other in late if other is not column] or [0.0])
         least_us = max(least_us, usual, stretch_us(map(neg, column), height_us))
-    ratio = STRETCH_RATIO if known.is_even else UNEVEN_RATIO
+    ratio = STRETCH_RATIO if is_sharp else UNEVEN_RATIO
     return (known.last - known.first) * known.late_us > ratio * least_us
 
 
@@ -2958,8 +2960,12 @@ def slow_findings(judge: Judge) -> List[Dict[str, Any]]:
     same = [(f["kind"], f["ranks"], f["phase"]) for f in found]
     found += [f for f in (moving(judge, known), slower_since(judge))
               if f and (f["kind"], f["ranks"], f["phase"]) not in same]
-    slower = {f["phase"] for f in found if f["kind"] == "slowdown"}
+    slower = {f["phase"]: f["steps"]["first"] for f in found if f["kind"] == "slowdown"}
     found += [f for f in bound(judge) if f["phase"] not in slower]  # it was not bound before
+    if judge.is_pipeline:
+        # What slows all stages down, the largest stages most, is no stage's own.
+        found = [f for f in found if f["kind"] != "straggler" or f["phase"] not in slower or abs(
+            f["steps"]["first"] - slower[f["phase"]]) > ALIKE_STEPS]
     # What moves from rank to rank comes after ranks that are always late: it may be no more than noise.
     is_named = any(f["kind"] in ("straggler", "slow_host") for f in found)
     # So does what may be the waiting for another rank.
