@@ -3131,7 +3131,7 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
         return 0.0  # that is what they stand still for
     # Who was alive at the others' time-out, in work of its own, is what they timed out for.
     timed_out = [f.error["ts"] for f in fates if f.is_victim() and TIMED_OUT.search(f.error["err"])]
-    held = timed_out and any(not f.arrived and f.last_ts + 1e6 * (f.p.header.get("heartbeat_s") or 0)
+    held = timed_out and any(not f.arrived and f.last_ts + 1.5e6 * (f.p.header.get("heartbeat_s") or 0)
                              > min(timed_out) for f in here)
     if held or until - newest >= max(stall_limit_us(f.p) for f in here):
         return until - newest

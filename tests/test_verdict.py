@@ -94,6 +94,28 @@ def test_meetings_of_one_name_several_times_a_step(tmp_path, times):
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1], "fwd")]
 
 
+def test_now_and_then_in_each_of_several_meetings_a_step(tmp_path):
+    """A part of it at each meeting: only over the step does it stand out."""
+    simulate(tmp_path, num_steps=8 * 80, extra=lambda rank, step, name: 12_000 * (
+        rank == 1 and name == "fwd" and (step - 1) // 8 % 11 == 5))
+    found = with_micro_batches(tmp_path, 8)["findings"]
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["period"]) for f in found] == [
+        ("burst", [1], "fwd", 11)]
+
+
+@pytest.mark.parametrize("first, last", [(15, 24), (25, 36), (9, 18)])
+def test_a_part_of_a_short_run(tmp_path, first, last):
+    found = findings(tmp_path, world=8, num_steps=36, extra=slow(3, "fwd", 7000, first=first, last=last))
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]) for f in found] == [
+        ("straggler", [3], "fwd", {"first": first, "last": last, "period": None})]
+
+
+def test_twice_in_a_short_run(tmp_path):
+    found = findings(tmp_path, world=8, num_steps=40, extra=slow(3, "fwd", 60_000, first=12, every=20))
+    assert [(f["kind"], f["ranks"], f["phase"], f["steps"]["first"], f["steps"]["last"]) for f in found] == [
+        ("burst", [3], "fwd", 12, 32)]
+
+
 def test_names_do_not_matter(tmp_path):
     found = findings(tmp_path, phases={"zig": 3000, "zag": 9000, "zog": 20_000}, meet="zog",
                      extra=slow(2, "zig", 6000))
@@ -178,6 +200,11 @@ def test_a_slow_host(tmp_path):
     hosts = [f"node-{rank // 4}" for rank in range(16)]
     found = findings(tmp_path, world=16, hosts=hosts, scale=lambda rank: 1.3 if rank // 4 == 2 else 1.0)
     assert [(f["kind"], f["ranks"], f["hosts"]) for f in found] == [("slow_host", [8, 9, 10, 11], ["node-2"])]
+
+
+def test_all_slower_by_little(tmp_path):
+    found = findings(tmp_path, noise="none", extra=slow(range(4), "fwd", 4500, first=60))
+    assert [(f["kind"], f["phase"], f["steps"]["first"]) for f in found] == [("slowdown", "fwd", 60)]
 
 
 def test_all_slower_from_a_step_on(tmp_path):

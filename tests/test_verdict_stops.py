@@ -201,6 +201,18 @@ def test_stalled_before_it_is_ready(tmp_path):
     assert broken.verdict() == ("stall", [1], "bwd", STEP)
 
 
+@pytest.mark.parametrize("alive_s, told", [(28, "stall"), (0, "killed")])
+def test_who_lives_at_the_others_time_out_stalled(tmp_path, alive_s, told):
+    """The group's time-out is shorter than the stall time-out, and one step took long; the rank is then killed."""
+    broken = Broken(tmp_path, extra=lambda rank, step, name: 20e6 * (step == 5 and name == "load"))
+    broken.cut(1, "load").cut_others(1)
+    broken.beat(1, alive_s * 1_000_000)
+    for rank in (0, 2, 3):
+        broken.fail(rank, "bwd", "RuntimeError: Timed out waiting 30000ms for recv operation to complete",
+                    after_us=30_000_000)
+    assert broken.verdict() == (told, [1], "load", STEP)
+
+
 def test_frozen(tmp_path):
     """All wait in the same meeting; the heartbeats of one have stopped."""
     broken = Broken(tmp_path).cut_others(None).beat(3, 5_000_000)
