@@ -48,7 +48,7 @@ from datetime import datetime, timezone
 from functools import lru_cache
 from itertools import chain, repeat, takewhile
 from operator import add, le, ne, neg, sub
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 BLOCK_BYTES = 1 << 19  # of a file, parsed in one go; records may be out of order by as much
 LINE_BYTES_MAX = 1 << 24  # a longer line is no record
@@ -2355,8 +2355,8 @@ def always_late(judge: Judge) -> List[Late]:
         stretches = [long_late(column, floor_us, judge.step_us) for column in late]
         before: Sequence[Optional[Stretch]] = ()
         while any(stretches) and stretches != before:  # who does not stand out is noise as well
-            before, noise_us = stretches, SlowNoise(columns, stretches)
-            stretches = [known if known and stands_out(column, known, late, noise_us) else None
+            before, noise = stretches, SlowNoise(columns, late, stretches)
+            stretches = [known if known and stands_out(column, known, noise) else None
                          for column, known in zip(late, stretches)]
         for rank, column, known in zip(ranks, late, stretches):
             if known and known.late_us * (known.last - known.first) >= COST_RATIO * judge.total_us:
@@ -2370,31 +2370,29 @@ def always_late(judge: Judge) -> List[Late]:
     return [late for late in found if cost_us[late.rank, late.phase] >= COST_RATIO * judge.total_us]
 
 
-def stands_out(column: array, known: Stretch, late: Sequence[array],
-               noise_us: Callable[[float], float]) -> bool:
-    """Whether a rank is late beyond what slow noise does: in sum STRETCH_RATIO of noise_us() of its own
-    height, UNEVEN_RATIO of lower noise where it is not evenly late, as noise is not; a part of the run also of
-    the usual rank's latest stretch, and of this rank's own earliest one."""
+def stands_out(column: array, known: Stretch, noise: "SlowNoise") -> bool:
+    """Whether a rank is late beyond what slow noise does: in sum STRETCH_RATIO of noise of its own height,
+    UNEVEN_RATIO of lower noise where it is not evenly late, as noise is not; a part of the run also of the
+    rank's own earliest stretch."""
     is_sharp = known.is_even and not known.is_whole
     height_us = known.late_us * (1.0 if is_sharp else UNEVEN_HEIGHT)
-    least_us = noise_us(height_us)
+    noise_us = noise.us(height_us, not known.is_whole)
     if not known.is_whole:
-        usual = median_low([stretch_us(other, height_us) for other in late if other is not column] or [0.0])
-        least_us = max(least_us, usual, stretch_us(map(neg, column), height_us))
-    ratio = STRETCH_RATIO if is_sharp else UNEVEN_RATIO
-    return (known.last - known.first) * known.late_us > ratio * least_us
+        noise_us = max(noise_us, stretch_us(map(neg, column), height_us))
+    return (known.last - known.first) * known.late_us > noise_us * (STRETCH_RATIO if is_sharp else UNEVEN_RATIO)
 
 
 class SlowNoise:
-    """How far, in sum, the ranks that are not late wander: noise that makes a rank late for many steps makes
-    others early for as many.
+    """How far, in sum, ranks wander, over stretches of about one height: noise that makes a rank late for many
+    steps makes others early for as many. 32 ranks are enough.
 
-    Of stretches that are so high, the largest of the ranks' earliest ones, each both around the lower median of
-    all and around the rank's own median, whichever is less: a rank that is always faster is no noise. 32 ranks
-    are enough.
+    Of the ranks that are not late, the largest of their earliest stretches, each both around the lower median
+    of all and around the rank's own median, whichever is less: a rank that is always faster is no noise. For
+    a part of the run also the latest stretch that two thirds of the ranks have.
     """
 
-    def __init__(self, columns: Sequence[array], stretches: Sequence[Optional[Stretch]]):
+    def __init__(self, columns: Sequence[array], late: Sequence[array],
+                 stretches: Sequence[Optional[Stretch]]):
         usual = array("f", map(median_low, zip(*columns)))
         calm = [column for column, known in zip(columns, stretches) if not known]
         self.wander = []
@@ -2403,16 +2401,20 @@ class SlowNoise:
             middle = median_low(early)
             own = [us - middle for us in early]
             self.wander.append((early, own, list(map(neg, own))))
-        self.known: Dict[int, float] = {}
+        self.late = late[::len(late) // NOISE_RANKS + 1]
+        self.known: Dict[Tuple[int, bool], float] = {}
 
-    def __call__(self, height_us: float) -> float:
+    def us(self, height_us: float, is_part: bool) -> float:
         level = int(math.log(max(height_us, 1.0)) / math.log(HEIGHT_RATIO))
-        if level not in self.known:
+        if (level, is_part) not in self.known:
             height_us = HEIGHT_RATIO ** level
-            self.known[level] = max((min(stretch_us(early, height_us), max(
-                stretch_us(own, height_us), stretch_us(late, height_us)))
-                for early, own, late in self.wander), default=0.0)
-        return self.known[level]
+            wander_us = [0.0] + [min(stretch_us(early, height_us), max(
+                stretch_us(own, height_us), stretch_us(late, height_us))) for early, own, late in self.wander]
+            if is_part:
+                latest_us = sorted(stretch_us(late, height_us) for late in self.late)
+                wander_us.append(latest_us[(len(latest_us) - 1) // 3])  # half of the ranks may be slow
+            self.known[level, is_part] = max(wander_us)
+        return self.known[level, is_part]
 
 
 def stretch_us(late: Iterable[float], height_us: float) -> float:
