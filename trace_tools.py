@@ -1741,6 +1741,7 @@ HOST_RATIO, HOSTS_ALIKE = 0.4, (0.6, 1.7)  # least over most late rank of a host
 
 # Late now and then, or once
 OUTLIER_MADS, OUTLIER_RATIO, OUTLIER_US = 6.0, 0.2, 2000  # a late meeting: above the usual by all three
+CALM_RATIO = 0.9  # of the meetings, which tell what is usual
 LED_RATIO, LIKE_RATIO = 0.7, 0.4  # of a meeting's loss, for who led it; of the usual one of its outliers
 # Outliers; their cost, of all steps' time and of all outliers' loss; the largest one's part of it, else it is
 # a spike.
@@ -2179,7 +2180,9 @@ class Judge:
                 usual[step] += median_low(work)
                 last[step] += max(work)
         steps = sorted(usual)
-        cut = max(warm_up([usual[s] for s in steps]), min(warm_up([last[s] for s in steps]), WARM_UP_ALONE))
+        cut, alone = warm_up([usual[s] for s in steps]), warm_up([last[s] for s in steps])
+        if alone < min(len(steps) // WARM_UP_PART, WARM_UP_ALONE):
+            cut = max(cut, alone)
         self.num_warm_up = cut
         first = steps[cut] if steps else 0
         for t in tracks:
@@ -2452,8 +2455,9 @@ def sometimes_late(judge: Judge, known: Sequence[Late]) -> List[Tuple[str, List[
             continue
         columns = [work[r] for r in ranks]
         loss = losses(columns)[0]
-        usual = median_low(loss)
-        high = max(usual + OUTLIER_MADS * noise_of(loss, usual), OUTLIER_RATIO * judge.step_us, OUTLIER_US)
+        calm = sorted(loss)[:int(CALM_RATIO * len(loss))]  # every other one may be late
+        usual = median_low(calm)
+        high = max(usual + OUTLIER_MADS * noise_of(calm, usual), OUTLIER_RATIO * judge.step_us, OUTLIER_US)
         outliers = [i for i, us in enumerate(loss) if us > high]
         late = lateness(columns)
         everything = sum(loss[i] for i in outliers)
@@ -2525,29 +2529,39 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
     MOVING_RATIO of a step, CROWD_RATIO unless the last rank stands alone; one rank has at most MOVING_MOST of
     the cost, one phase at least MOVING_PHASE.
     """
-    for track in () if judge.is_pipeline else judge.tracks:  # stages differ by design
-        work = without(track, known)
-        ranks = sorted(work)
+    for track in () if judge.is_pipeline else judge.whole:  # stages differ by design
+        ranks = sorted(track.work)
         if len(ranks) < 2 or len(track.steps) < MIN_MEETINGS:
             continue
-        loss, shares = losses([work[r] for r in ranks])
-        usual = median_low(loss)
-        costs = [sum(share) for share in shares]
+        # Each meeting has a last rank of its own: what it costs is summed over the step afterwards.
+        loss: Counter = Counter()
+        costs, leads, above = [0.0] * len(ranks), (0.0, 0.0), Counter()
+        for part in track.parts or [track]:
+            work = without(part, known)
+            part_loss, shares = losses([work[r] for r in ranks])
+            for step, us in zip(part.steps, part_loss):
+                loss[step] += us
+            costs = [cost + sum(share) for cost, share in zip(costs, shares)]
+            lead = median_low([lead_of(meeting) for meeting in zip(*[work[r] for r in ranks])])
+            leads = max(leads, (sum(part_loss), lead))  # of those that cost most
+        usual = median_low(list(loss.values()))
         # Noise of many ranks has a latest one as well, but it does not stand alone, and is not so much.
-        alone = median_low([lead_of(meeting) for meeting in zip(*[work[r] for r in ranks])])
-        ratio = MOVING_RATIO if alone > ALONE_RATIO and len(ranks) > 3 else CROWD_RATIO
+        ratio = MOVING_RATIO if leads[1] > ALONE_RATIO and len(ranks) > 3 else CROWD_RATIO
         if usual < max(ratio * judge.step_us, MOVING_US) or max(costs) > MOVING_MOST * sum(costs):
             continue
-        phase, excess_us, part = leaders_phase(judge, track, work)
-        if part < MOVING_PHASE or excess_us < max(ratio * judge.step_us, MOVING_US):
+        for part in track.parts or [track]:
+            above.update(leaders_excess(judge, part, without(part, known)))
+        phase, excess_us = max(above.items(), key=lambda of: of[1])
+        if excess_us < max(MOVING_PHASE * sum(us for us in above.values() if us > 0),
+                           ratio * judge.step_us, MOVING_US):
             continue
-        cost_us = sum(loss)
+        cost_us, phase = sum(loss.values()), judge.name_of(phase)
         shown = [r for r, cost in zip(ranks, costs) if cost > MOVING_SHARE * cost_us / len(ranks)]
         return slow_finding(
             judge, "imbalance", ranks if len(shown) > MOVING_ALL * len(ranks) else shown, phase,
             track.steps, cost_us, cost_us, "medium",
-            [f"at half of the {len(loss):,} meetings in {plain_name(track.kind)} the last rank came "
-             f"{format_us(usual)} or more after the others, most of it in {phase}",
+            [f"in half of the {len(loss):,} steps the last rank came {format_us(usual)} or more after the others "
+             f"to {plain_name(track.kind)}, most of it in {phase}",
              f"no rank for long: the most costly one has {100 * max(costs) / sum(costs):.0f} % of it"],
             f"give ranks equal work in {phase}: batches of equal size (bucket or pack by length), or a data "
             "loader that reads ahead")
@@ -2560,8 +2574,8 @@ def lead_of(work: Sequence[float]) -> float:
     return (ordered[-1] - ordered[-2]) / (ordered[-1] - ordered[(len(ordered) - 1) // 2] or 1.0)
 
 
-def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tuple[str, float, float]:
-    """(phase in which the last rank is above the others most, its median excess, its part of all excess)."""
+def leaders_excess(judge: Judge, track: Meetings, work: Dict[int, array]) -> Dict[str, float]:
+    """By how much the last rank of a meeting is above the others in each phase, in the median."""
     chosen = set(some(track.steps))
     leader = {step: max(work, key=lambda r: work[r][i]) for i, step in enumerate(track.steps)
               if step in chosen}
@@ -2572,10 +2586,7 @@ def leaders_phase(judge: Judge, track: Meetings, work: Dict[int, array]) -> Tupl
         rest = [o for r, o in owns.items() if r != leader[step]] or [{}]
         for phase in own:
             excess.setdefault(phase, []).append(own[phase] - median_low([o.get(phase, 0.0) for o in rest]))
-    above = {phase: median_of_all(us, len(steps)) for phase, us in excess.items()}
-    phase = max(above, key=above.__getitem__, default=track.kind)
-    excess_us = above.get(phase, 0.0)
-    return judge.name_of(phase), excess_us, excess_us / (sum(v for v in above.values() if v > 0) or 1.0)
+    return {phase: median_of_all(us, len(steps)) for phase, us in excess.items()} or {track.kind: 0.0}
 
 
 def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
