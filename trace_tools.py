@@ -2560,8 +2560,8 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         return slow_finding(
             judge, "imbalance", ranks if len(shown) > MOVING_ALL * len(ranks) else shown, phase,
             track.steps, cost_us, cost_us, "medium",
-            [f"in half of the {len(loss):,} steps the last rank came {format_us(usual)} or more after the others "
-             f"to {plain_name(track.kind)}, most of it in {phase}",
+            [f"in half of the {len(loss):,} steps the last rank came to {plain_name(track.kind)} "
+             f"{format_us(usual)} or more after the others, most of it in {phase}",
              f"no rank for long: the most costly one has {100 * max(costs) / sum(costs):.0f} % of it"],
             f"give ranks equal work in {phase}: batches of equal size (bucket or pack by length), or a data "
             "loader that reads ahead")
@@ -3914,7 +3914,7 @@ class TraceWriter:
         self.pid = self.free_pid(header["pid"] if isinstance(header.get("pid"), int) else self.num_processes)
         if process.worker is None:
             self.rank_pids[header.get("pid"), process.rank] = self.pid
-        # Perfetto sorts processes by process_sort_index; before v53 by their number of slices, then by name, as text.
+        # Perfetto sorts processes by process_sort_index; before v53 by their number of slices, then by name.
         who = "unknown rank" if process.rank is None else f"rank {process.rank:0{self.rank_digits}d}"
         who += "" if process.worker is None else f" worker {process.worker}"
         who = f"{header.get('source')} {who}" if self.tell_source else who
@@ -4077,7 +4077,8 @@ class TraceWriter:
                     self.pid = pids[pid]
                     who = f"rank {rank or 0:0{self.rank_digits}d}"
                     self.meta("process_name", 0, name=f"{who} {event['args']['labels']}")
-                    self.meta("process_sort_index", 0, sort_index=self.places.get(rank, 2 * self.num_processes) + 1)
+                    place = self.places.get(rank, 2 * self.num_processes)
+                    self.meta("process_sort_index", 0, sort_index=place + 1)
                 continue
             event["pid"] = pids[pid]
             if ph in "stf" and "id" in event:
