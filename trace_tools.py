@@ -3054,7 +3054,7 @@ class Fate:
 
     def is_victim(self) -> bool:
         return self.error is not None and bool(PEER_ERROR.search(self.error["err"])) and (
-            "DataLoader worker" not in self.error["err"])
+            "DataLoader" not in self.error["err"])
 
     def ended_by(self) -> str:
         return self.interrupted or str(self.p.told("signal").get("signal", "SIGTERM"))
@@ -3143,7 +3143,8 @@ def stall_of(fates: Sequence[Fate], now_us: float) -> float:
     if any(f.error and not f.is_victim() and f.error["ts"] - newest < TOGETHER_US for f in fates):
         return 0.0  # that is what they stand still for
     # Who was alive at the others' time-out, in work of its own, is what they timed out for.
-    timed_out = [f.error["ts"] for f in fates if f.is_victim() and TIMED_OUT.search(f.error["err"])]
+    timed_out = [f.error["ts"] for f in fates if f.is_victim() and TIMED_OUT.search(f.error["err"])
+                 and any(kind == (origin(f.p.errors) or {}).get("name") for kind, _ in f.p.rows)]
     held = timed_out and any(not f.arrived and f.last_ts + 1.5e6 * (f.p.header.get("heartbeat_s") or 0)
                              > min(timed_out) for f in here)
     if held or until - newest >= max(stall_limit_us(f.p) for f in here):

@@ -213,6 +213,14 @@ def test_who_lives_at_the_others_time_out_stalled(tmp_path, alive_s, told):
     assert broken.verdict() == (told, [1], "load", STEP)
 
 
+def test_a_time_out_in_own_work_is_a_crash(tmp_path):
+    broken = Broken(tmp_path).cut(1, "load").cut_others(1).cut(3, "fwd").beat(3, 30_000_000)
+    broken.fail(1, "load", "RuntimeError: DataLoader timed out after 30 seconds", after_us=30_000_000)
+    for rank in (0, 2):
+        broken.fail(rank, "bwd", CLOSED, after_us=30_000_000)
+    assert broken.verdict() == ("crash", [1], "load", STEP)
+
+
 def test_frozen(tmp_path):
     """All wait in the same meeting; the heartbeats of one have stopped."""
     broken = Broken(tmp_path).cut_others(None).beat(3, 5_000_000)
