@@ -1772,6 +1772,7 @@ PHASE_RATIO, HIDDEN_RATIO = 0.6, 0.5  # its cost in one phase: sure; its saving 
 SIZE_RATIO, MEMORY_RATIO = 1.15, 1.3  # a scalar, and memory, over the other ranks'
 ONE_SPAN = 1.2  # a span that takes so little longer than the one inside of it is the same
 SURE_CORRELATION, SURE_SLOPES = -0.6, (0.5, 1.5)  # of an unmarked phase with the rest of its rank's work
+SURE_SKEWNESS = 0.3  # of its deviations: few ranks are late
 SURE_VARIANCE_US2 = 1e5  # of that rest: with less, nothing can be told
 
 # Who stopped (how long is long: "What became of a process")
@@ -2003,9 +2004,11 @@ def telling_phase(mains: Sequence[Process]) -> Optional[str]:
         if sxx < SURE_VARIANCE_US2 * len(common) or not syy:
             continue
         if sxy / math.sqrt(sxx * syy) < SURE_CORRELATION and SURE_SLOPES[0] < -sxy / sxx < SURE_SLOPES[1]:
-            # With two ranks both sides look alike: the name, then the size decide.
-            score = (1.0 if skew <= 0 else 0.0) * (len(per_rank) > 2) + 0.5 * bool(BACKWARD.search(name)) + \
-                0.4 * names[name] / sum(names.values())
+            # With two ranks, or half of them late, both sides look alike: the name, then the size decide.
+            skewness = skew * math.sqrt(len(common) * len(per_rank)) / syy ** 1.5
+            is_sided = len(per_rank) > 2 and abs(skewness) > SURE_SKEWNESS
+            score = (0.5 if not is_sided else skewness < 0) + 0.4 * bool(BACKWARD.search(name)) + \
+                0.05 * names[name] / sum(names.values())
             best = max(best, (score, name), key=lambda b: b[0])
     if best[1] is not None:
         return best[1]

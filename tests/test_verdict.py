@@ -313,6 +313,13 @@ def test_traces_without_marks(tmp_path, mark, phase, world):
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found][0] == ("straggler", [1], phase)
 
 
+@pytest.mark.parametrize("mark", ["none", "titan"])
+@pytest.mark.parametrize("seed", range(4))
+def test_half_of_the_ranks_without_marks(tmp_path, seed, mark):
+    found = findings(tmp_path, mark=mark, seed=seed, extra=slow([0, 1], "fwd", 15_000))
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found][:1] == [("straggler", [0, 1], "fwd")]
+
+
 @pytest.mark.parametrize("mark", ["titan", "none"])
 def test_a_slow_backward_without_marks_is_opaque(tmp_path, mark):
     assert [f["kind"] for f in findings(tmp_path, mark=mark, extra=slow(1, "bwd", 8000))] == ["opaque"]
