@@ -463,6 +463,10 @@ class Durations:
     def count(self) -> int:
         return sum(self.histogram.values())
 
+    def sum_us(self) -> float:
+        return sum(count * struct.unpack("<e", struct.pack("<H", bits))[0]
+                   for bits, count in self.histogram.items()) * 1e6
+
     def quantile_us(self, q: float) -> Optional[float]:
         """Interpolated between neighbours, as numpy.quantile does; None of nothing."""
         if not self.histogram:
@@ -1381,6 +1385,7 @@ class Run:
         self.totals: Dict[str, Durations] = {}
         self.self_us: Counter = Counter()
         self.parents: Dict[str, str] = {}
+        self.names: Dict[Optional[str], Optional[str]] = {}  # see loop_name
         self.processes: List[Process] = []
         self.unreadable = Unreadable()
         for c in every:
@@ -2257,13 +2262,15 @@ class Judge:
 
 def loop_name(run: Run, phase: Optional[str]) -> Optional[str]:
     """The name that the loop gives a phase: a span that is all of its parent, once in each, is its parent."""
-    parent = run.parents.get(phase) if phase else None
-    if parent not in run.totals or phase not in run.totals or not run.totals[parent].count():
-        return phase
-    inner, outer = run.totals[phase], run.totals[parent]
-    alone = 0.9 < inner.count() / outer.count() < 1.1 and Counter(run.parents.values())[parent] == 1
-    longest_us = ONE_SPAN * inner.quantile_us(0.5) + NOISE_US
-    return parent if alone and outer.quantile_us(0.5) < longest_us else phase
+    if phase not in run.names:
+        parent = run.parents.get(phase) if phase else None
+        is_same = False
+        if parent in run.totals and phase in run.totals and run.totals[parent].count():
+            inner, outer = run.totals[phase], run.totals[parent]
+            alone = 0.9 < inner.count() / outer.count() < 1.1 and Counter(run.parents.values())[parent] == 1
+            is_same = alone and outer.sum_us() < ONE_SPAN * inner.sum_us() + NOISE_US * outer.count()
+        run.names[phase] = parent if is_same else phase
+    return run.names[phase]
 
 
 def some(steps: Sequence[int]) -> List[int]:

@@ -122,6 +122,23 @@ def test_names_do_not_matter(tmp_path):
     assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [2], "zig")]
 
 
+def test_a_span_that_is_all_of_the_loops_own_has_its_name(tmp_path):
+    """Also where only the slow times make it all of it: else a load is 150 us, and the fetch in it 50."""
+    simulate(tmp_path, phases={"load": 150, "fwd": 9000, "bwd": 18_000}, noise="none", extra=slow(1, "load", 8000))
+    for path in (tmp_path / "structured_logs").glob("*.jsonl"):
+        told = []
+        for line in map(json.loads, path.read_text().splitlines()):
+            is_load = line.get("name") == "load"
+            if is_load and line["ph"] == "E":
+                told.append({**line, "name": "fetch", "ts": line["ts"] - 20, "dur": line["dur"] - 100})
+            told.append(line)
+            if is_load and line["ph"] == "B":
+                told.append({**line, "name": "fetch", "ts": line["ts"] + 80})
+        path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    found = trace_tools.summarize(trace_tools.Run([str(tmp_path)]).read())["findings"]
+    assert [(f["kind"], f["ranks"], f["phase"]) for f in found] == [("straggler", [1], "load")]
+
+
 def test_from_a_step_on(tmp_path):
     found = findings(tmp_path, world=8, extra=slow(3, "fwd", 8000, first=60))
     assert [(f["kind"], f["ranks"], f["phase"], f["steps"]) for f in found] == [
