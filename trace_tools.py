@@ -1769,6 +1769,7 @@ MOVING_MOST, MOVING_PHASE = 0.75, 0.6  # of the cost: one rank's at most, one ph
 
 # All ranks alike
 SLOWER_RATIO, SLOWER_US, SLOWER_NOISE = 0.1, 2000, 2.0  # from a step on, of the steps before
+SLOWER_PHASE = 0.25  # of it, for one phase
 SLOWER_SIDE, SLOWER_PARTS = 10, 5  # least part before and after; parts afterwards, all of them slower
 BOUND_RATIO, TRANSFER_RATIO, OPAQUE_RATIO, BOUND_US = 0.25, 0.4, 0.3, 2000
 
@@ -2604,8 +2605,8 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
     of the ranks' work and the transfer: without any lateness.
 
     Floors: the medians differ by SLOWER_RATIO of the usual one, SLOWER_US and SLOWER_NOISE of noise, twice
-    that where steps are few, in all of SLOWER_PARTS parts; in sum beyond slow noise (STRETCH_RATIO of the
-    fastest stretch).
+    that where steps are few, in all of SLOWER_PARTS parts; in sum beyond COST_RATIO and slow noise
+    (STRETCH_RATIO of the fastest stretch); SLOWER_PHASE of it in one phase.
     """
     times: Counter = Counter()
     for track in judge.tracks:
@@ -2626,7 +2627,8 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
         if change < max(SLOWER_RATIO * usual, SLOWER_US, plain * SLOWER_NOISE * noise) or (
                 min(map(median_low, parts)) < usual + change / 2):
             continue
-        if change * len(inside) < STRETCH_RATIO * stretch_us((usual - us for us in outside), change):
+        if change * len(inside) < max(COST_RATIO * sum(series), STRETCH_RATIO * stretch_us(
+                (usual - us for us in outside), change)):
             continue
         when = (f"since step {steps[first]}, {format_us(usual)} before" if last == len(series) else
                 f"in steps {steps[first]} to {steps[last - 1]}, {format_us(usual)} in others")
@@ -2635,6 +2637,8 @@ def slower_since(judge: Judge) -> Optional[Dict[str, Any]]:
         who = f"rank {format_ranks(risen)}" if is_some else "all ranks"
         phase, phase_us = changed_phase(judge, steps[:first] + steps[last:], steps[first:last],
                                         risen if is_some else judge.some_ranks(0))
+        if phase_us < SLOWER_PHASE * change:
+            continue  # a little of everything: the machine's noise
         kind, ranks, confidence = (("straggler", risen, "medium") if is_some else
                                    ("slowdown", sorted(judge.hosts), "high"))
         cost_us = change * len(inside)
