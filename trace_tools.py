@@ -1801,7 +1801,7 @@ NO_PHASE = "the end of the step"  # stands for the waiting where no phase is kno
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.I)
 PEER_ERROR = re.compile(
     r"connection (was )?(closed|reset|refused)|(read|write|recv|send) ?(error|failed)|broken pipe|"
-    r"time(d)?[ -]?out|remote (worker|process)|"
+    rf"{TIMED_OUT.pattern}|remote (worker|process)|"
     r"peer|nccl|gloo|distbackend|distnetwork|watchdog|abort|socket", re.I)
 MISMATCH = re.compile(r"preamble|mismatch|collectives? differ|different (shape|size)|desync", re.I)
 
@@ -1853,6 +1853,10 @@ class Meetings:
         self.transfer = array("f")  # the least waiting: nobody waits for itself
         self.num_seen = 0  # ranks that ever came
         self.parts: List["Meetings"] = []  # where this is the sum over several meetings a step: these
+
+    def each(self) -> List["Meetings"]:
+        """The meetings themselves, of which this may be the sum."""
+        return self.parts or [self]
 
     def columns(self) -> List[array]:
         return [self.work[rank] for rank in sorted(self.work)]
@@ -2159,6 +2163,7 @@ class Judge:
         self.cut_warm_up(tracks)
         self.tracks = [t for t in tracks if len(t.steps)]
         self.whole = by_step(self.tracks)  # lateness is judged by these, what it costs by each meeting
+        self.summed = {track.kind for track in self.whole if track.parts}
         self.steps = sorted({step for t in self.tracks for step in t.steps})
         self.total_us = sum(sum(map(max, zip(*t.columns()))) + sum(t.transfer) for t in self.tracks)
         self.step_us = self.total_us / len(self.steps) if self.steps else 0.0
@@ -2208,7 +2213,7 @@ class Judge:
             wanted = set(steps) - seen if p.rank in ranks else ()
             for (kind, step, number), own, _ in meetings(p, self.wait_phase) if wanted else ():
                 if step in wanted:
-                    for which in (min(number, KINDS - 1), None):
+                    for which in (min(number, KINDS - 1), None)[:2 if kind in self.summed else 1]:
                         summed = self.owns.setdefault((kind, which, step), {}).setdefault(p.rank, {})
                         for phase, us in own.items():
                             summed[phase] = summed.get(phase, 0.0) + us
@@ -2549,7 +2554,7 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         # Each meeting has a last rank of its own: what it costs is summed over the step afterwards.
         loss: Counter = Counter()
         costs, leads, above = [0.0] * len(ranks), (0.0, 0.0), Counter()
-        for part in track.parts or [track]:
+        for part in track.each():
             work = without(part, known)
             part_loss, shares = losses([work[r] for r in ranks])
             for step, us in zip(part.steps, part_loss):
@@ -2562,7 +2567,7 @@ def moving(judge: Judge, known: Sequence[Late]) -> Optional[Dict[str, Any]]:
         ratio = MOVING_RATIO if leads[1] > ALONE_RATIO and len(ranks) > 3 else CROWD_RATIO
         if usual < max(ratio * judge.step_us, MOVING_US) or max(costs) > MOVING_MOST * sum(costs):
             continue
-        for part in track.parts or [track]:
+        for part in track.each():
             above.update(leaders_excess(judge, part, without(part, known)))
         phase, excess_us = max(above.items(), key=lambda of: of[1])
         if excess_us < max(MOVING_PHASE * sum(us for us in above.values() if us > 0),
